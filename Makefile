@@ -160,8 +160,8 @@ $(VENV)/installed-cluster: | $(VENV)/installed-dev
 		echo "note: helm cannot be installed here; its tests are skipped" >&2
 	@touch $@
 
-$(VENV)/installed-vllm: src/stretto/inference/vllm/install.py | $(VENV)/installed
-	PIP_CONSTRAINT=$(LOCK) $(BIN)/python -m stretto.inference.vllm.install
+$(VENV)/installed-vllm: src/stretto_vllm/install.py | $(VENV)/installed
+	PIP_CONSTRAINT=$(LOCK) $(BIN)/python -m stretto_vllm.install
 	@touch $@
 
 # Its own environment: Dynamo's runtime needs an older pydantic than vLLM. Without its dependencies, because one of them is

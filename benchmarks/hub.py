@@ -27,10 +27,10 @@ from aiohttp import web
 
 from stretto.config.root import ServeConfig
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import TenantWork
-from stretto.transports import service
 from stretto_service.main import SWITCH_S, build
 from stretto_service.requests import protobuf
+from stretto_service.wires import service
+from stretto_service.wires.operations import TenantWork
 
 TOKENS = {"alice": "tml-" + "a" * 20, "bob": "tml-" + "b" * 20}
 

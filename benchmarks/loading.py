@@ -36,7 +36,7 @@ from stretto.trainer.learner import Learner
 from stretto.trainer.publish.export import export_weights
 from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, training_device
 from stretto.trainer.state import checkpoint
-from stretto.transports.weights.collective import CollectivePublisher
+from stretto_broadcast.collective import CollectivePublisher
 
 HIDDEN, MIB = 1024, 1 << 20
 

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 
 from stretto.base.process import num_cores
-from stretto.envs.rewards.sandbox import Sandbox, SandboxLimits
-from stretto.envs.rewards.workspace import JOURNAL, Workspace
+from stretto_repair.workspace import JOURNAL, Workspace
+from stretto_sandbox.sandbox import Sandbox, SandboxLimits
 
 FILES = {f"package/part_{n}/module.py": b"x = 1\n" * 200 for n in range(60)}
 COMMAND = "grep -c x package/part_7/module.py; echo {turn} >> notes.txt; sed -i s/1/2/ package/part_{turn}/module.py"

@@ -31,9 +31,18 @@ from stretto.base.runtime import keep_freed_memory
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.models.hub import random_model
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import CreateTenant, OptimStep, Pass, Status, SumLoss, SwapOut, TenantSpec, TenantWork
 from stretto_service.tenants.tenants import Tenants, service_model
 from stretto_service.training.scheduler import Request, Share, TrainQueue
+from stretto_service.wires.operations import (
+    CreateTenant,
+    OptimStep,
+    Pass,
+    Status,
+    SumLoss,
+    SwapOut,
+    TenantSpec,
+    TenantWork,
+)
 
 VOCAB = 112
 SHAPE = ScratchSection(hidden_size=256, intermediate_size=768, num_layers=4, max_position_embeddings=512)

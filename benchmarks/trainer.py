@@ -285,8 +285,8 @@ def head(spec: dict[str, Any]) -> dict[str, Any]:
 
 def gemm(spec: dict[str, Any]) -> dict[str, Any]:
     """TFLOP/s of one product: bfloat16, 8 bits, and 8 bits with the rounding of both operands."""
-    from stretto.models.fp8.kernels import find_kernels
     from stretto.models.fp8.reference import RowGroups
+    from stretto_triton.fp8 import find_kernels
 
     rows, dim, out = spec["gemm"]
     device = torch.device("cuda")

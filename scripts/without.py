@@ -18,16 +18,39 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ADD_ONS = tuple(sorted(path.parent.name.removeprefix("stretto_") for path in ROOT.glob("src/stretto_*/__init__.py")))
-NEEDS = {"doctor": ("plan",)}
+NEEDS = {
+    "doctor": ("bench", "plan"),
+    "broadcast": ("tests/wires/test_collective.py", "tests/wires/test_delta.py", "tests/wires/test_ipc.py"),
+    "hubs": ("agents",),
+    "plan": ("bench",),
+    "repair": ("sandbox",),
+    "vime": ("megatron",),
+    "vllm": ("broadcast",),
+}
 """Add-ons that use others, and go with them."""
 TESTS = {
     "clusters": ("tests/cluster",),
-    "service": ("tests/dist/tenants", "tests/e2e/service", "tests/tenant_runs.py"),
+    "hubs": ("tests/e2e/hubs",),
+    "routers": ("tests/wires/test_two_routers.py", "tests/contract/routing", "tests/e2e/routers"),
+    "service": (
+        "tests/wires/test_tenant_rank.py",
+        "tests/wires/test_tenant_verb.py",
+        "tests/wires/test_tenants_wire.py",
+        "tests/dist/tenants",
+        "tests/e2e/service",
+        "tests/tenant_runs.py",
+    ),
     "view": ("tests/e2e/test_page_in_browser.py",),
 }
 """Tests of an add-on that are not in its folder of tests/addons/."""
-OF_ALL = ("tests/unit/docs", "tests/e2e/documents", "tests/unit/test_addons.py", "tests/unit/test_package.py")
-"""Tests about the core and all add-ons together: of the documents, and of the wheel."""
+OF_ALL = (
+    "tests/unit/docs",
+    "tests/e2e/documents",
+    "tests/unit/test_addons.py",
+    "tests/unit/test_package.py",
+    "tests/unit/test_images.py",
+)
+"""Tests about the core and all add-ons together: of the documents, the wheel, and the images."""
 UNSEEN = '''"""Only the packages of this tree are found, not those of an installation that points to another tree."""
 import sys
 from pathlib import Path

@@ -15,10 +15,10 @@ from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.models.hub import DTYPES
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import CreateTenant, OptimStep, Pass, TenantSpec, TenantWork
 from stretto.trainer.learner import Learner
 from stretto.trainer.ranks.mesh import Mesh
-from stretto_service.tenants.tenants import Tenants, service_model
+from stretto_service.tenants.tenants import Tenants
+from stretto_service.wires.operations import CreateTenant, OptimStep, Pass, TenantSpec, TenantWork
 
 MOE = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
@@ -73,7 +73,7 @@ def batch_of(case: Case, step: int, num_ranks: int = 1) -> list[list[MicroBatch]
 
 def build_tenants(kind: str, mesh: Mesh | None = None, model: ModelSection = MODEL, **settings) -> Tenants:
     policy = build_policy(**KINDS[kind]).to(DTYPES[model.dtype])
-    return Tenants(policy, model=service_model(model), mesh=mesh, **settings)
+    return Tenants(policy, model=model.model_copy(update={"ep": 1}), mesh=mesh, **settings)
 
 
 def create(tenants: Tenants, some: list[Case], **how) -> None:

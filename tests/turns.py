@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 from fakes import CharRenderer
 
-from stretto.envs.base import TaskSource
+from stretto.envs.base import Reply, TaskSource
 from stretto.records.rollout import Task
 
 
@@ -49,3 +50,40 @@ def called(name, arguments, **more):
 
 def number(prompt, rng, version):
     return str(rng.randrange(10**9))
+
+
+class Script:
+    """A context whose policy gives scripted replies; checks that every turn extends the history."""
+
+    def __init__(self, *replies):
+        self.replies = list(replies)
+        self.received = []
+        self.history = []
+
+    async def chat(self, messages, tools=None, **sampling):
+        assert messages[: len(self.history)] == self.history and len(messages) > len(self.history)
+        self.received.append(messages[-1]["content"])
+        words = self.replies.pop(0)
+        finish_reason = "stop"
+        if isinstance(words, str) and words.endswith("..."):
+            words, finish_reason = words[:-3], "length"
+        message = {"role": "assistant", "content": words} if isinstance(words, str) else words
+        self.history = [*messages, message]
+        return Reply(
+            message=message, text=message["content"], token_ids=np.zeros(1, dtype=np.int32), finish_reason=finish_reason
+        )
+
+
+async def play(env, data, *replies):
+    ctx = Script(*replies)
+    result = await env.rollout(Task(env=env.name, task_id="t", data=data), ctx)
+    assert not ctx.replies, "the episode ended early"
+    return result, ctx
+
+
+async def replay(env, data, row):
+    """The reward of an SFT row, played as an episode."""
+    replies = [message for message in row["messages"] if message["role"] == "assistant"]
+    result, ctx = await play(env, data, *replies)
+    assert ctx.history == row["messages"]
+    return result.reward

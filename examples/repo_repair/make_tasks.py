@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from stretto.base.errors import StrettoError
-from stretto.envs.repair.make import Maker
+from stretto_repair.make import Maker
 
 
 async def main() -> int:

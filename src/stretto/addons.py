@@ -9,7 +9,18 @@ wrote at the installation may be older. A distribution with add-ons has a name t
 
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
+    stretto.options       NAME of `--NAME` of a verb with a configuration -> a module with `parse(verb, words)`, which
+                          returns what is meant and the other words, and `run(cfg, meant)`
     stretto.completions   verb whose words no PlainParser reads -> function that returns the lines of its completion
+    stretto.environments  id of an environment -> its class, or a function that builds it
+    stretto.hubs          hub -> the class that plays `hub:source`, in worker processes only
+    stretto.tasksets      what comes before the colon of an id -> a module with is_taskset, missing, look_into, ADAPTER
+                          and arguments, of ids that are played in worker processes only
+    stretto.engines       engine -> function of its config and the directory of its model, which serves it
+    stretto.weights       type of [weight_broadcast], and "delta" -> a module with both ends, as transports/weights says
+    stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device
+    stretto.routers       type of [inference.router], and "registrar" -> the module that is run as a process
+    stretto.trackers      section of [monitors], and package that it needs -> a `monitors.monitor.Tracker`
     stretto.launchers     section of a config -> a `launch.launchers.Launcher`
     stretto.services      client, trainer -> a module: what asks a training service, and what stands for its trainer
     stretto.spellings     framework -> a `config.spelling.Spelling`: its names of keys

@@ -23,10 +23,6 @@ SUMMARIES = {
     "inference": "the inference server alone",
     "eval": "evaluate a model on environments",
     "evals": "the process beside an sft run that evaluates its versions",
-    "demo": "warm a tiny model up and train it, in a few minutes on a laptop",
-    "chat": "talk to a checkpoint, a model or a server: stretto chat RUN",
-    "convert": "a checkpoint of Megatron as a Hugging Face directory, or the other way: stretto convert FROM TO",
-    "init": "write a small project of your own: stretto init DIR",
     "completion": "completion for a shell: source <(stretto completion bash)",
     "status": "how far a run is, and who runs it: stretto status RUN",
     "logs": "the end of a run's logs: stretto logs RUN --follow",
@@ -81,7 +77,6 @@ def _words_meant() -> dict[str, str]:
 MEANT = {
     "train": "rl", "grpo": "rl", "ppo": "rl", "finetune": "sft", "fine-tune": "sft", "infer": "inference",
     "evaluate": "eval", "tail": "logs", "log": "logs", "kill": "stop",
-    "new": "init", "talk": "chat", "generate": "chat",
 }  # fmt: skip
 """Words that other programs have for a verb."""
 

@@ -18,7 +18,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, check_user_code
 from stretto.check.devices import check_sft_devices, check_trained_on_cpu
 from stretto.check.models import check_model, check_served, check_trainable, find_model, foreign_engines, models_of
-from stretto.check.weights import check_weights, check_weights_of
+from stretto.check.weights import check_weights, check_weights_of, has_only_config
 from stretto.config.root import (
     EvalConfig,
     InferenceConfig,
@@ -190,7 +190,9 @@ def _screen(checked: Rows, *parts: str) -> str:
 def _model(model: ModelSection, missing: str | None = None) -> Rows:
     """The row of a model; missing: why prompts cannot be rendered, "" if they can, None if nothing was rendered.
 
-    Raises: ConfigError for a directory that holds no model, or no tokenizer.
+    A directory with nothing but config.json stands for a model that is elsewhere.
+
+    Raises: ConfigError for a directory that holds no model, or weights without a tokenizer.
     """
     name = model.name
     if model.scratch is not None:
@@ -202,6 +204,8 @@ def _model(model: ModelSection, missing: str | None = None) -> Rows:
             f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
             "directory with config, safetensors and tokenizer."
         )
+    if missing and has_only_config(name):
+        return [("model", f"{name}: its config.json. NOT READY: it has neither tokenizer nor weights here")]
     if missing:
         raise ConfigError(missing)
     return [("model", f"{name}: its config.json" + (" and tokenizer" if missing == "" else ""))]
@@ -269,16 +273,22 @@ def _code(checked: Sequence[Checked]) -> Rows:
 
 
 def _monitors(section: MonitorsSection, *, is_fed_here: bool = True) -> Rows:
-    from stretto.monitors import swanlab, wandb
     from stretto.monitors.base import find_trackers
 
-    names = find_trackers(section, is_fed_here=is_fed_here)
-    rows = [("monitors", f"{_listed(names)}: installed")] if names else []
-    if section.wandb is not None and is_fed_here:
-        rows.append(("W&B", wandb.check_login(section.wandb)))
-    if section.swanlab is not None and is_fed_here:
-        rows.append(("SwanLab", swanlab.check_login(section.swanlab)))
+    trackers = find_trackers(section, is_fed_here=False)  # logins are looked for below
+    rows = [("monitors", f"{_listed(list(trackers))}: installed")] if trackers else []
+    for name, tracker in trackers.items():
+        if tracker.service and is_fed_here:
+            rows.append((tracker.service, _login(tracker.check_login, getattr(section, name))))
     return rows
+
+
+def _login(check: Callable[[Any], str], section: Any) -> str:
+    """The mode of a tracker, or why it would not start on this machine, where its key may be another's."""
+    try:
+        return check(section)
+    except ConfigError as error:
+        return f"NOT READY: {error}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -343,7 +353,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
             renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
         else:
             renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
         return _boxed(f"{row.where}, not rendered:", text), str(error), ""
     rendered = render_row(row, renderer, cfg.loss_mask)

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from stretto.config.root import InferenceConfig, RLConfig, RunRoot, SFTConfig, TrainerConfig
 
 PLAIN_VERBS = {
-    "init": "stretto.launch.project:init",
-    "demo": "stretto.launch.demo:demo",
-    "chat": "stretto.launch.chat:chat",
-    "convert": "stretto.models.megatron.convert:convert",
     "status": "stretto.launch.control:status",
     "logs": "stretto.launch.control:logs",
     "stop": "stretto.launch.control:stop",
@@ -43,8 +39,7 @@ def run_plain_verb(verb: str, words: list[str]) -> int:
 
     Raises: ConfigError if it is that of an add-on which is not installed.
     """
-    if verb == "chat":  # it has started a process
-        unwind_at_signals()
+
     if verb in PLAIN_VERBS:
         return addons.object_at(PLAIN_VERBS[verb])(words)
     return addons.load("stretto.verbs", verb, f"`stretto {verb}`")(words)
@@ -56,7 +51,7 @@ def completions_of_plain_verbs() -> dict[str, list[str]]:
 
     lines = {verb: each() for verb, each in addons.load_all("stretto.completions").items()}
     for verb, path in ({**PLAIN_VERBS} | addons.offers("stretto.verbs")).items():
-        if verb not in (*lines, "demo") and (parser := parser_of(addons.object_at(path))) is not None:
+        if verb not in lines and (parser := parser_of(addons.object_at(path))) is not None:
             lines[verb] = parser.completions()
     return lines
 
@@ -245,11 +240,11 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
 
         words, steps = split_profile_flag(words)
         os.environ |= {VARIABLE: steps} if steps else {}
-    bench = None
-    if any(word == "--bench" or word.startswith("--bench.") for word in words):
-        from stretto.bench.shape import Shape
-
-        bench, words = Shape.parse(verb, words)
+    tool, given = None, None
+    for name in addons.registered("stretto.options"):
+        if any(word == f"--{name}" or word.startswith(f"--{name}.") for word in words):
+            tool = addons.load("stretto.options", name, f"--{name}")
+            given, words = tool.parse(verb, words)
     cfg = _load(verb, words, command)
     os.environ.update(cfg.env_vars)  # before torch is imported
     if cfg.print_config:
@@ -257,11 +252,9 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
     _check_add_ons(cfg)
     if cfg.dry_run and verb != "inference":  # its dry run may be a plan of several processes
         return show_dry_run(verb, cfg)
-    if bench is not None and not cfg.dry_run:
-        from stretto.bench.command import bench as run
-
+    if tool is not None and not cfg.dry_run:
         unwind_at_signals()
-        return run(cfg, bench)
+        return tool.run(cfg, given)
     return _run(verb, cfg, words)
 
 
@@ -286,6 +279,11 @@ def _check_add_ons(cfg: RunRoot) -> None:
     for section in ("slurm", "ray"):
         if getattr(cfg, section, None) is not None:
             addons.check("stretto.launchers", section, f"[{section}]")
+    broadcast = getattr(cfg, "weight_broadcast", None)
+    if broadcast is not None and broadcast.type not in ("shm", "filesystem"):
+        addons.check("stretto.weights", broadcast.type, f'weight_broadcast.type = "{broadcast.type}"')
+    if broadcast is not None and broadcast.delta is not None:
+        addons.check("stretto.weights", "delta", "[weight_broadcast.delta]")
     if type(cfg).__name__ in ("RLConfig", "TrainerConfig") and getattr(cfg, "service", None) is not None:
         addons.check("stretto.services", "client", "[service]")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.base.process import output_of, visible_gpus
-from stretto.bench.hardware import GPUS, find_hardware
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.data.hub_model import is_hub_name
+from stretto_bench.hardware import GPUS, find_hardware
 from stretto_doctor.edits import MOST_OFFERED, Edit, written
 from stretto_doctor.finding import Finding, bad, good, note
 from stretto_doctor.machine import gib

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from stretto_plan.workload import Workload
 
 WORKLOAD = {
-    "prompt_tokens": "tokens of a prompt",
-    "reply_tokens": "tokens of a reply (one turn)",
-    "turns": "turns of a rollout",
-    "observation_tokens": "tokens of the environment between two turns",
-    "turn_wait_s": "seconds of the environment between two turns",
-    "score_s": "seconds until a reward is known",
-    "signal": "share of groups whose rewards differ",
+    "prompt_tokens": "tokens of a prompt (those of the first tasks)",
+    "reply_tokens": "tokens of a reply of one turn (half of max_completion_tokens)",
+    "turns": "turns of a rollout (1)",
+    "observation_tokens": "tokens of the environment between two turns (0)",
+    "turn_wait_s": "seconds of the environment between two turns (0)",
+    "score_s": "seconds until a reward is known (0)",
+    "signal": "share of groups whose rewards differ (1)",
 }
 _RAISE_AGAIN_S = 2.0  # longer than it takes to end
 
@@ -212,7 +212,9 @@ def _parser() -> PlainParser:
         "Needs neither a GPU nor weights. CONFIG and keys are those of the verb. Distributions are a number, or "
         "MEDIAN:SIGMA.",
     )
-    parser.add_argument("--gpu", metavar="NAME", help="H100, H200, B200, A100, L40S, or CPU for this machine")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="H100 (if the run asks for GPUs), H200, B200, A100, L40S, or CPU for this machine"
+    )
     parser.add_argument(
         "--model-config", type=Path, metavar="FILE", help="a config.json to use instead of the model's own"
     )
@@ -221,7 +223,9 @@ def _parser() -> PlainParser:
     )
     for name, what in WORKLOAD.items():
         parser.add_argument("--" + name.replace("_", "-"), metavar="X", help=what)
-    parser.add_argument("--example-tokens", metavar="X", help="of `sft`: tokens of an example")
+    parser.add_argument(
+        "--example-tokens", metavar="X", help="of `sft`: tokens of an example (those of the first rows)"
+    )
     parser.add_argument("--steps", type=_positive, metavar="N", help="GPU hours are for so many steps (max_steps)")
     parser.add_argument("--simulated-steps", type=_positive, metavar="N", help="steps that are simulated (40)")
     parser.add_argument(

@@ -17,7 +17,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, reason_of
 from stretto.base.process import num_cores
-from stretto.bench.hardware import Reached
+from stretto_bench.hardware import Reached
 from stretto_plan.memory import bytes_per_token, cache_tokens, engine_weight_bytes, published_bytes
 from stretto_plan.setup import BYTES, EngineSetup, Setup
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.bench.hardware import GIB
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim, SignSgdOptim
 from stretto.families.shape import ModelConfig
+from stretto_bench.hardware import GIB
 from stretto_plan.activations import BlockActivations, block_activations
 from stretto_plan.network import NetworkSize
 from stretto_plan.setup import BYTES, EngineSetup, Setup

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 from stretto.base import process
-from stretto.bench.hardware import Hardware, find_hardware
 from stretto.check.degrees import Degrees, Shape, find_degrees
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.inference import InferenceSection
@@ -19,6 +18,7 @@ from stretto.config.sections.model import ModelSection, dtype_on
 from stretto.config.sections.trainer import Optim
 from stretto.families.shape import ModelConfig
 from stretto.launch.plan.engines import plan_replicas
+from stretto_bench.hardware import Hardware, find_hardware
 from stretto_plan.network import NetworkSize
 from stretto_plan.shapes import find_shape, named_shape
 

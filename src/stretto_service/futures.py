@@ -8,11 +8,13 @@ limited number of results, of which the newest stay. A request for a deleted res
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -24,6 +26,18 @@ MAX_KEPT = 20_000
 """Largest number of results that are kept per user."""
 MAX_KEPT_BYTES = 1 << 30
 """Largest size of these results together; the newest one is always kept."""
+
+_PATH = re.compile(r"(?<![\w/.:])/[^\s/'\"`:;,()\[\]<>=]+(?:/[^\s'\"`:;,()\[\]<>=]*)+")
+
+
+def without_paths(text: str) -> str:
+    """The text with the names of this machine's files in the place of their paths, which are no business of users."""
+    return _PATH.sub(lambda found: _name_of(found[0]), text)
+
+
+def _name_of(path: str) -> str:
+    """The last part of a path that begins with a directory of this machine; else `path`, which may be a route."""
+    return path.rstrip("/").rpartition("/")[2] if Path("/", path.split("/")[1]).is_dir() else path
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -72,6 +86,8 @@ class Future:
 
     def set(self, result: Result) -> None:
         """Answer the request; after a crash a result that is computed again replaces the first one."""
+        if result.error is not None:
+            result = msgspec.structs.replace(result, error=without_paths(result.error))
         self.result, self.done_at = result, time.monotonic()
         self.on_done(self)
         self.changed.set()

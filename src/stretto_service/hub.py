@@ -27,15 +27,15 @@ from stretto.base.ports import refusal_of
 from stretto.config.root import ServeConfig
 from stretto.data.hub_model import find_config, find_local
 from stretto.records.generate import GenerateRequest
-from stretto.records.tenants import TenantSpec
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 from stretto_service.access import Access, Reading, User
 from stretto_service.engines import Engines
-from stretto_service.futures import Futures
+from stretto_service.futures import Futures, without_paths
 from stretto_service.store import MAX_RECORD_BYTES, MAX_USER_BYTES, Audit, Checkpoint, Run, Sampler, Session, Store
 from stretto_service.training.checkpoints import Checkpoints
 from stretto_service.training.training import Training
+from stretto_service.wires.operations import TenantSpec
 
 logger = logging.getLogger(__name__)
 
@@ -255,35 +255,39 @@ def boundary(hub: Hub) -> Middleware:
             refusal = Refusal(f"{request.method} {request.path[:200]}: {error.reason}", error.status)
         except web.RequestPayloadError as error:
             refusal = Refusal(f"the body cannot be read: {error.__cause__ or error}", 400)
-        except (DataError, ConfigError) as error:
-            refusal = Refusal(str(error), 400)
         except ConnectionError:
             return web.Response(status=499)
         except sqlite3.Error as error:
             logger.error("%s %s: the records cannot be written: %s", request.method, request.path, error)
-            refusal = Refusal(f"the service cannot write its records ({error}); is its disk full?", 507)
+            why = without_paths(str(error))
+            refusal = Refusal(f"the service cannot write its records ({why}); is its disk full?", 507)
         except StrettoError as error:
-            logger.error("%s %s: %s", request.method, request.path, error)
-            refusal = Refusal(str(error), 500)
+            level, status = (logging.INFO, 400) if isinstance(error, DataError | ConfigError) else (logging.ERROR, 500)
+            logger.log(level, "%s %s: %s", request.method, request.path, error)
+            refusal = Refusal(without_paths(str(error)), status)
         except Exception as error:
             name = uuid4().hex
             logger.exception("%s %s failed, request %s", request.method, request.path, name)
-            refusal = Refusal(f"internal error in request {name}: {type(error).__name__}: {error}", 500)
+            why = without_paths(f"{type(error).__name__}: {error}")
+            refusal = Refusal(f"internal error in request {name}: {why}", 500)
         finally:
-            is_logged = refusal is not None or not is_quiet(request.path)
-            if is_logged and request.path not in OPEN_ROUTES:
-                status = 200 if refusal is None else refusal.status
-                details = {} if refusal is None else {"error": str(refusal)[:500]}
-                action = f"{request.method} {request.path[:300]}"
-                if user is None:
-                    hub.audit.write_stranger(action, request.remote or "", status=status, **details)
-                else:
-                    hub.audit.write(user.name, action, request.remote or "", status=status, **details)
+            if (refusal is not None or not is_quiet(request.path)) and request.path not in OPEN_ROUTES:
+                _write_audit(hub, request, user, refusal)
         # Clients of Tinker show `detail`.
         body = json.loads(refusal.body()) | {"detail": str(refusal)}
         return answer(body, refusal.status)
 
     return middleware
+
+
+def _write_audit(hub: Hub, request: web.Request, user: User | None, refusal: Refusal | None) -> None:
+    status = 200 if refusal is None else refusal.status
+    details = {} if refusal is None else {"error": str(refusal)[:500]}
+    action = f"{request.method} {request.path[:300]}"
+    if user is None:
+        hub.audit.write_stranger(action, request.remote or "", status=status, **details)
+    else:
+        hub.audit.write(user.name, action, request.remote or "", status=status, **details)
 
 
 def body_size(http: web.Request, largest: int) -> int:

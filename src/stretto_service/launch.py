@@ -162,8 +162,6 @@ def _check(cfg: ServeConfig) -> None:
     """Raises: ConfigError if the service could not start; called before any process starts."""
     if cfg.model.scratch is not None:
         raise ConfigError("[model.scratch]: a service needs a model that exists; make one with `sft`")
-    if cfg.model.lora is not None:
-        raise ConfigError("[model.lora]: each run brings its own adapter; service.max_lora_rank bounds its rank")
     if find_config(cfg.model.name) is None:
         raise ConfigError(
             f"[model] name = {cfg.model.name!r}: there is no such model; give a directory with config, safetensors and "

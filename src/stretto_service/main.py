@@ -20,7 +20,6 @@ from stretto.base.errors import ConfigError
 from stretto.base.runtime import raise_file_limit
 from stretto.base.secret import load_secret, prepare_tokens
 from stretto.config.root import ServeConfig
-from stretto.records.tenants import BASE_WEIGHTS
 from stretto.transports.engine.client import EngineClient
 from stretto_service.access import Access, Reading, User
 from stretto_service.engines import Engines, WeightSlot
@@ -38,6 +37,7 @@ from stretto_service.tinker.routes import TinkerRoutes
 from stretto_service.tinker.samples import SampleRoutes
 from stretto_service.training.jobs import Limits
 from stretto_service.training.training import Training
+from stretto_service.wires.operations import BASE_WEIGHTS
 
 logger = logging.getLogger(__name__)
 

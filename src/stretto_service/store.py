@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from stretto.base.errors import ConfigError
-from stretto.records.tenants import TenantSpec
+from stretto_service.wires.operations import TenantSpec
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from stretto.config.reading.plain import PlainParser
 from stretto.ledger.audit import report_of
 from stretto.ledger.reader import LedgerReader
 from stretto.records.outcomes import OUTCOMES
+from stretto_view.page import logs
 from stretto_view.roles import stretches, without_end
 
 
@@ -64,10 +65,9 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(words: Sequence[str]) -> int:
-    """Print a run's summary: its state, its latest metrics, its evals, how its rollouts ended."""
-    parser = PlainParser(
-        "show", "Print how a run went: state, latest metrics, evals, rollouts.", missing=state.runs_here
-    )
+    """Print a run's summary: its state, whether it learned, warnings, latest metrics, evals, how its rollouts ended."""
+    about = "Print how a run went: whether it learned, warnings, latest metrics, evals, rollouts."
+    parser = PlainParser("show", about, missing=state.runs_here)
     parser.add_argument("run", help="run directory, such as outputs/demo")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
@@ -85,14 +85,15 @@ def show(words: Sequence[str]) -> int:
     return 0
 
 
+_MOST_WARNINGS = 8
 _SHOWN = ("reward/mean", "nll/mean", "val/loss", "entropy/mean", "completion/mean", "mismatch_kl/mean", "tokens_per_s")
 
 
 def summary(run: Run) -> dict[str, Any]:
     """What `stretto show` prints: what `state.describe` says, and more.
 
-    metrics: the latest. evals: of the first and the last version. rollouts: how many in each status. result: what the
-    run reported at its end.
+    metrics: the latest. evals: of the first and the last version. rollouts: how many in each status. warnings: of all
+    processes, the newest first. result: what the run reported at its end.
     """
     latest: dict[str, float] = {}
     for row in run.metrics():
@@ -104,7 +105,10 @@ def summary(run: Run) -> dict[str, Any]:
         with LedgerReader(run.dir) as ledger:
             statuses = ledger.rollouts_by_status()
     shown = [{key: row[key] for key in ("version", "env", "mode", "mean")} for row in evals if row["version"] in ends]
-    return {**state.describe(run.dir), "metrics": latest, "evals": shown, "rollouts": statuses, "result": run.summary}
+    about = state.describe(run.dir)
+    result = run.summary if about["state"] != "running" else {}  # while it runs again, that of its start before
+    said = {"warnings": logs.warnings(run.dir), "result": result}
+    return {**about, "metrics": latest, "evals": shown, "rollouts": statuses, **said}
 
 
 def _summary_text(found: dict[str, Any]) -> str:
@@ -113,6 +117,11 @@ def _summary_text(found: dict[str, Any]) -> str:
     lines = [f"{found['path']}: {found['verb']}, {found['state']}, {step}"]
     if found["missing"]:
         lines.append(found["missing"])
+    if verdict := found["result"].get("verdict"):
+        lines += ["", verdict]
+    for warning in found["warnings"][:_MOST_WARNINGS]:
+        times = f" ({warning['count']} times)" if warning["count"] > 1 else ""
+        lines += ["", f"{warning['level']} ({warning['process']}): {warning['text'].splitlines()[0]}{times}"]
     if found["metrics"]:
         lines += ["", table([{"metric": key, "latest": value} for key, value in found["metrics"].items()])]
     if found["evals"]:
@@ -217,6 +226,8 @@ def as_text(row: dict[str, Any], *, is_raw: bool = False) -> str:
         f"{reward}{advantage}{versions}   {row['num_sampled_tokens'] or 0} tokens"
     )
     lines = [head]
+    if row["label"] is not None:
+        lines.append(f"   label: {row['label']}")
     if row["dropped_by"]:
         lines.append(f"   dropped by filter {row['dropped_by']}")
     if row["reason"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 from stretto import verbs
 from stretto.base.errors import ConfigError, DataError
 from stretto.cli import run_command
+from stretto.config.load import shown_text
+from stretto.config.root import RLConfig, SFTConfig
 
 
 def vime(words: list[str]) -> int:
@@ -29,20 +32,34 @@ def vime(words: list[str]) -> int:
         return verbs.print_config(cfg)
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
+    model = Path(cfg.tokenizer.name or cfg.model.name)
     if conversions:
-        _convert(conversions, Path(cfg.tokenizer.name or cfg.model.name), is_dry_run=cfg.dry_run)
+        _convert(conversions, model, is_dry_run=cfg.dry_run)
     try:
-        return verbs.show_dry_run("rl", cfg) if cfg.dry_run else verbs.run_rl(cfg, words)
+        if cfg.dry_run:
+            return verbs.show_dry_run("rl" if isinstance(cfg, RLConfig) else "sft", cfg)
+        return verbs.run_rl(cfg, words) if isinstance(cfg, RLConfig) else _fine_tune(cfg)
     except ConfigError as error:
         raise ConfigError(names.reword(str(error))) from error
+
+
+def _fine_tune(cfg: SFTConfig) -> int:
+    """Run `sft` with this config, whose ranks read it from a file."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(shown_text(cfg))
+        file.flush()
+        return verbs.run_config_verb("sft", ["@", file.name], "vime")
 
 
 def _convert(conversions: Mapping[Path, Path], model: Path, *, is_dry_run: bool) -> None:
     """Convert checkpoints of Megatron's; a dry run only looks whether they have what the model needs.
 
+    A dry run with nothing but config.json is about a model that is elsewhere, and says what does not fit it.
+
     Raises: ConfigError if one does not.
     """
-    from stretto.models.megatron.convert import check_megatron, to_hugging_face
+    from stretto.check.weights import has_only_config
+    from stretto_megatron.convert import check_megatron, to_hugging_face
 
     for place, target in conversions.items():
         try:
@@ -55,7 +72,10 @@ def _convert(conversions: Mapping[Path, Path], model: Path, *, is_dry_run: bool)
                     if not (target / "config.json").exists():
                         to_hugging_face(place, model, target)
         except (DataError, OSError) as error:
-            raise ConfigError(f"{place} cannot be converted to {target}: {error}") from None
+            what = f"{place} cannot be converted to {target}: {error}"
+            if not is_dry_run or not has_only_config(model):
+                raise ConfigError(what) from None
+            sys.stderr.write(f"note: the run would end at its start: {what}\n")
 
 
 def completions() -> list[str]:

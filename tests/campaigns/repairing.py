@@ -14,8 +14,8 @@ from typing import Any
 from stretto.data.messages import checked_messages
 from stretto.envs.base import Message, Reply, RolloutContext, RolloutResult
 from stretto.envs.multi_turn import Episode
-from stretto.envs.repair.env import RepoRepair
 from stretto.records.rollout import Task
+from stretto_repair.env import RepoRepair
 
 ROLLOUT: ContextVar[str] = ContextVar("rollout")
 COMMANDS = (

@@ -1,4 +1,4 @@
-"""What the kernels of models/native/gpu.py must give; shared by the tests of triton's interpreter and of GPUs."""
+"""What the kernels of stretto_triton/rows.py must give; shared by the tests of triton's interpreter and of GPUs."""
 
 from __future__ import annotations
 

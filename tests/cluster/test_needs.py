@@ -20,6 +20,6 @@ def test_make_installs_the_modules_that_tests_name() -> None:
     named = set(re.findall(r'"(\w+)"', "".join(re.findall(r"modules=\(([^)]*)\)", "".join(tests)))))
     makefile = (here.parents[1] / "Makefile").read_text()
     needed = re.findall(r"^test-cluster: (.*)$", makefile, re.M)[0]
-    with_vllm = {"vllm", "vllm_router", "nixl", "mooncake"}  # inference/vllm/install.py
+    with_vllm = {"vllm", "vllm_router", "nixl", "mooncake"}  # stretto_vllm/install.py
     assert named == {"kubernetes_validate", "yaml", "ray"} | with_vllm
     assert "installed-cluster" in needed and "installed-vllm" in needed

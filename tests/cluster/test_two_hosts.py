@@ -36,7 +36,7 @@ from stretto.monitors.file import read_metrics
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
-from stretto.transports.weights.collective import CollectivePublisher
+from stretto_broadcast.collective import CollectivePublisher
 
 PROGRAMS = ("ip", "nsenter", "unshare", "mount", "hostname")
 DEADLINE_S = 840.0

@@ -10,5 +10,5 @@ from servers import needs_vllm, scratch, serve_ready
 def engine(request, tmp_path_factory):
     """(name, address) of a ready engine that serves scratch(0)."""
     directory = tmp_path_factory.mktemp(request.param)
-    with serve_ready(request.param, scratch(0), directory) as url:
+    with serve_ready(request.param, scratch(0), directory, "--served-model-name", "tiny") as url:
         yield request.param, url

@@ -22,10 +22,10 @@ from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.weight_manifest import AdapterInfo
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
-from stretto.transports.weights.collective import CollectivePublisher
-from stretto.transports.weights.delta import DeltaPublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import ShmPublisher
+from stretto_broadcast.collective import CollectivePublisher
+from stretto_broadcast.delta import DeltaPublisher
 
 PROMPT = np.arange(20, 90, dtype=np.int32)
 CLOSE = {"atol": 3e-5, "rtol": 0}
@@ -162,7 +162,7 @@ async def test_models_lists_adapters_under_their_parent(served):
     await served.load("one", adapted(1))
     base_again, one = await served.models()
     assert base_again["id"] == base["id"] and base["parent"] is None
-    assert (one["id"], one["parent"]) == ("one", base["id"])
+    assert (one["id"], one["root"], one["parent"]) == ("one", "one", base["id"])
     await served.unload("one")
     assert len(await served.models()) == 1
 

@@ -28,10 +28,10 @@ from stretto.trainer.publish.canary import scaled
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights import build_publisher, receive
-from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import ShmPublisher
 from stretto.transports.weights.store import connect_store
+from stretto_broadcast.collective import CollectivePublisher
 
 PROMPT = np.arange(20, 50, dtype=np.int32)
 CLOSE = {"atol": 2e-5, "rtol": 0}
@@ -393,7 +393,7 @@ async def test_health_liveness_models_and_metrics(engine):
                 assert answer.status == 200
         async with http.get(engine[1] + api.MODELS) as answer:
             [card] = (await answer.json())["data"]
-            assert card["max_model_len"] == 512
+            assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", "tiny", 512)
         async with http.get(engine[1] + api.METRICS) as answer:
             page = await answer.text()
     for name in (

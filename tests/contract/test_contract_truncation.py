@@ -230,7 +230,7 @@ def _bare(completion: Completion) -> Completion:
 def test_masks_of_a_gpu_leave_out_rows_that_keep_every_token():
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
-    from stretto.inference.vllm.patches.supports import drop_full_rows, masks
+    from stretto_vllm.patches.supports import drop_full_rows, masks
 
     logits = torch.randn(5, 20)
     logits[1, 3:] = logits[2, :19] = logits[4, 5] = -torch.inf
@@ -251,7 +251,7 @@ def test_a_gpu_that_returns_masks_takes_greedy_requests_and_those_without_top_k(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from stretto.inference.vllm.patches.supports import allow_all_requests
+    from stretto_vllm.patches.supports import allow_all_requests
 
     model = save(scratch(0), tmp_path / "model")
     config = EngineArgs(model=str(model), max_model_len=512).create_engine_config()

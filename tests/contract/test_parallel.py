@@ -12,8 +12,8 @@ from servers import logprobs_of, needs_vllm, save, scores_of, scratch, serve
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
-from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
+from stretto_broadcast.collective import CollectivePublisher
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 PROMPT = np.arange(20, 90, dtype=np.int32)

@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 from zlib import crc32
 
-from stretto.envs.base import RolloutContext, RolloutResult, SingleTurnEnv, TaskSource
+from stretto.envs.base import Reply, RolloutContext, RolloutResult, SingleTurnEnv, TaskSource
 from stretto.envs.bundled.sort_letters import SortLetters
+from stretto.envs.multi_turn import Episode, MultiTurnEnv
+from stretto.envs.parts import play_part
 from stretto.records.rollout import Task
 
 
@@ -140,3 +142,41 @@ class Dialogue:
             return {}
         shortest = self.max_tokens // 2
         return {"max_tokens": shortest + crc32(said.encode()) % (self.max_tokens - shortest)}
+
+
+class VowelTurns(MultiTurnEnv):
+    """Three turns, each rewarded with its share of vowels; the rollout itself has no reward."""
+
+    def __init__(self) -> None:
+        self.name = "vowel-turns"
+
+    def tasks(self, split: str) -> TaskSource:
+        return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={"word": f"{i:x}"}))
+
+    def prompt(self, task: Task) -> list[dict]:
+        return [{"role": "user", "content": task.data["word"]}]
+
+    def respond(self, episode: Episode, reply: Reply) -> list[dict] | None:
+        return None if episode.num_turns == 3 else [{"role": "user", "content": "and then"}]
+
+    def turn_reward(self, episode: Episode, reply: Reply) -> float:
+        return Vowels().score(episode.task, reply.text)
+
+    def score(self, episode: Episode) -> float:
+        return 0.0
+
+
+class Team:
+    """A word said by the policy itself, and two parts side by side, one of them of several turns; each for itself."""
+
+    name = "team"
+
+    def tasks(self, split: str) -> TaskSource:
+        return Vowels.tasks(self, split)
+
+    async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
+        reply = await ctx.chat([{"role": "user", "content": task.data["word"]}])
+        parts = await asyncio.gather(
+            play_part(ctx, Vowels(), task, "one"), play_part(ctx, VowelTurns(), task, "several")
+        )
+        return RolloutResult(reward=Vowels().score(task, reply.text), parts=parts)

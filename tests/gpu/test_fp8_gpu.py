@@ -22,7 +22,7 @@ def kernels():
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")
     pytest.importorskip("triton")
-    from stretto.models.fp8 import kernels as fp8_kernels
+    from stretto_triton import fp8 as fp8_kernels
 
     return fp8_kernels
 

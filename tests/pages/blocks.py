@@ -41,7 +41,7 @@ _CLUSTER = "a cluster's: tests/cluster"
 _PAGE = "serves until Ctrl-C: tests/e2e/test_page_in_browser.py"
 _CHART = "needs a cluster; the chart is rendered, checked and run by tests/cluster"
 
-_REPAIR = "its tasks are made of packages that pip downloads: tests/unit/envs/repair makes some of its own"
+_REPAIR = "its tasks are made of packages that pip downloads: tests/addons/repair makes some of its own"
 
 NOT_RUN = {
     ("README.md", "make demo"): _DEMO,
@@ -67,7 +67,7 @@ NOT_RUN = {
     ("docs/debugging.md", "doctor"): "tests/addons/doctor",
     ("docs/planning.md", "plan"): "tests/addons/plan",
     ("docs/debugging.md", "stacks"): "tests/unit/launch/jobs/test_stacks.py",
-    ("docs/debugging.md", "--bench"): "tests/unit/bench",
+    ("docs/debugging.md", "--bench"): "tests/addons/bench",
     ("examples/gsm8k/README.md", "pip install"): "what a release contains is tested by tests/unit/test_package.py",
     ("examples/gsm8k/README.md", "hf download"): "needs the Hub: tests/unit/data",
     ("examples/gsm8k/README.md", "examples/gsm8k"): _RECIPE,
@@ -82,22 +82,24 @@ NOT_RUN = {
     ("docs/security.md", "export STRETTO_RUN_SECRET="): _SHELL,
     ("docs/inference.md", "export VLLM_API_KEY="): _SHELL,
     ("docs/inference.md", "from openai import"): "asks a server that runs: tests/contract",
-    ("docs/inference.md", "chat "): "tests/unit/launch/verbs/test_chat.py",
+    ("docs/inference.md", "chat "): "tests/addons/start/test_chat.py",
     ("docs/inference.md", "curl -s http"): "asks a server that runs: tests/contract",
     ("docs/inference.md", "curl -s -H"): "tests/unit/launch/console/test_queues.py reads it",
-    ("docs/vime.md", "convert "): "needs a checkpoint of Megatron: tests/unit/models/test_megatron.py",
-    ("docs/agents.md", "claude"): "its program is not installed: tests/unit/envs/agents",
-    ("docs/agents.md", "codex"): "its program is not installed: tests/unit/envs/agents",
+    ("docs/vime.md", "convert "): "needs a checkpoint of Megatron: tests/addons/megatron/test_megatron.py",
+    ("docs/agents.md", "claude"): "its program is not installed: tests/addons/agents",
+    ("docs/agents.md", "codex"): "its program is not installed: tests/addons/agents",
     ("examples/harbor/README.md", "-m venv"): "installs packages of others: tests/e2e/hubs/test_hub_runs.py",
     ("examples/harbor/README.md", "pip install"): "installs packages of others: tests/e2e/hubs/test_hub_runs.py",
     ("examples/harbor/README.md", "harbor.toml"): "its package is not installed: tests/e2e/hubs/test_hub_runs.py",
     ("docs/hubs.md", "pip install"): "installs packages of others: tests/e2e/hubs/test_hub_runs.py",
     ("docs/hubs.md", "-m venv"): "installs packages of others: tests/e2e/hubs/test_hub_runs.py",
-    ("docs/hubs.md", "openenv:"): "its server is not installed: tests/unit/envs/hubs",
-    ("docs/hubs.md", "nemo-gym:"): "its server is not installed: tests/unit/envs/hubs",
+    ("docs/hubs.md", "openenv:"): "its server is not installed: tests/addons/hubs",
+    ("docs/hubs.md", "nemo-gym:"): "its server is not installed: tests/addons/hubs",
     ("docs/hubs.md", "harbor:"): "its package is not installed: tests/e2e/hubs/test_hub_runs.py",
-    ("docs/hubs.md", "verifiers:"): "its package is not installed everywhere: tests/unit/envs/test_verifiers.py",
+    ("docs/hubs.md", "verifiers:"): "its package is not installed everywhere: tests/addons/hubs/test_verifiers.py",
     ("docs/data.md", "openai/gsm8k"): "the data set is on the Hub: tests/unit/data",
+    ("docs/from_trl.md", "load_dataset"): "the data set is on the Hub: tests/unit/api has some of its own",
+    ("docs/judge.md", "JUDGE_API_KEY"): "asks somebody's API: tests/unit/orchestrator/models",
     ("docs/environments.md", "(McpToolEnv)"): "its servers are the reader's: tests/unit/envs/test_mcp.py",
     ("docs/environments.md", 'id = "null"'): "its harness needs uv: tests/e2e/test_worker_runs.py",
     ("docs/lora.md", 'engine = "vllm"'): "vLLM on a CPU takes larger heads: tests/contract/test_adapters.py",

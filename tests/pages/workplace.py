@@ -37,26 +37,30 @@ class Solvers:
         return RolloutResult(reward=sum(lengths.values()), agent_rewards=lengths)
 '''
 DEMO_STEPS = 52  # pages look at step 50
-ENVS = {"episode_agents": "solvers:Solvers"}
+ENVS = {"episode_agents": "solvers:Solvers", 'type = "states"': "wordle"}
 """Environments of blocks that speak of more than sort-letters has, by a piece of the block."""
 
 
 def whole_config(block: Block) -> tuple[str, str]:
-    """The verb and the configuration of a reader who has put the block into a file, with what must be said besides."""
-    given = tomllib.loads(block.text)
+    """The verb and the configuration of a reader who has put the block into a file, with what must be said besides.
+
+    Models of the Hub are those of the demo.
+    """
+    text = re.sub(r'"Qwen/[\w.-]+"', '"outputs/sort-letters-sft/weights/latest"', block.text)
+    given = tomllib.loads(text)
     has_model = "name" in given.get("model", {})
     if "users" in given.get("service", {}) or "num_ranks" in given.get("trainer", {}):
-        return "serve", ("" if has_model else _MODEL) + block.text
+        return "serve", ("" if has_model else _MODEL) + text
     if "data" in given:
-        return "sft", _MODEL + block.text
+        return "sft", _MODEL + text
     if "eval" in given or "val" in given:
-        return "sft", _SFT + block.text
+        return "sft", _SFT + text
     orchestrator = given.get("orchestrator", {})
     has_env = isinstance(orchestrator.get("env") or orchestrator.get("train", {}).get("env"), list)
     steps = "" if "max_steps" in given else "max_steps = 30\n"
-    env = next((env for piece, env in ENVS.items() if piece in block.text), "sort-letters")
+    env = next((env for piece, env in ENVS.items() if piece in text), "sort-letters")
     env = "" if has_env else f'[[orchestrator.env]]\nid = "{env}"\n'
-    return "rl", steps + ("" if has_model else _MODEL) + env + block.text
+    return "rl", steps + ("" if has_model else _MODEL) + env + text
 
 
 _MODEL = 'model.name = "outputs/sort-letters-sft/weights/latest"\n'

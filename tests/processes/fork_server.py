@@ -39,11 +39,11 @@ PRELOADED = (
 )
 """Modules that start no threads when they are imported, and what these import when they need it first."""
 PRELOADED_VLLM = (
-    "stretto.inference.vllm.launch",
-    "stretto.inference.vllm.plugin",
-    "stretto.inference.vllm.routes",
-    "stretto.inference.vllm.weights",
-    "stretto.inference.vllm.worker",
+    "stretto_vllm.launch",
+    "stretto_vllm.plugin",
+    "stretto_vllm.routes",
+    "stretto_vllm.weights",
+    "stretto_vllm.worker",
     "vllm.entrypoints.cli.serve",
     "vllm.entrypoints.launchers.cli_args",
     "vllm.entrypoints.openai.api_server",

@@ -45,11 +45,13 @@ def strings_of(package: str) -> str:
     return "\n".join(found)
 
 
+@pytest.mark.heavy
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 7
+    assert len(ADD_ONS) == 20
     assert not NAME.findall(strings_of("stretto"))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ADD_ONS)
 def test_an_add_on_names_only_those_that_it_needs(name: str) -> None:
     assert set(NAME.findall(strings_of(f"stretto_{name}"))) <= {name, *SCRIPT["NEEDS"].get(name, ())}
@@ -57,7 +59,7 @@ def test_an_add_on_names_only_those_that_it_needs(name: str) -> None:
 
 def test_entry_points_lead_to_what_the_core_can_load() -> None:
     groups = {group: values for group, values in PROJECT["entry-points"].items() if group.startswith(addons.PREFIX)}
-    assert len(groups) == 7
+    assert len(groups) == 16
     for group, values in groups.items():
         assert addons.registered(group) == addons.offers(group) == values and f"    {group} " in (addons.__doc__ or "")
         assert set(addons.load_all(group)) == set(values)

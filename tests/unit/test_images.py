@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.inference.vllm import install
+from stretto_vllm import install
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("Dockerfile.*"))

@@ -34,6 +34,7 @@ def test_every_dependency_is_locked_within_its_bounds(lock):
     assert core - lock.NOT_LOCKED <= locked.keys()
 
 
+@pytest.mark.heavy
 def test_a_package_that_is_newer_than_the_lock_is_told(lock, tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "LOCK", tmp_path / "lock")
     lock.main(["--write"])

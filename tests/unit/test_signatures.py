@@ -100,6 +100,7 @@ def test_the_value_of_a_literal_is_checked_at_every_call():
         checks("cut")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("room", ROOMS)
 def test_public_functions_say_the_shapes_of_the_arrays_that_they_take_and_return(room):
     bare = [

@@ -30,9 +30,10 @@ from stretto.config.sections.transport import (
     WeightBroadcast,
 )
 from stretto.records.weight_manifest import TensorEntry, WeightGroup, WeightManifest
-from stretto.transports.weights import host_copy, receive
-from stretto.transports.weights.board import Board
-from stretto.transports.weights.collective import CollectivePublisher, buckets_of, close_all
+from stretto.transports.weights import receive
+from stretto_broadcast import host_copy
+from stretto_broadcast.board import Board
+from stretto_broadcast.collective import CollectivePublisher, buckets_of, close_all
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:

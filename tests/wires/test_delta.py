@@ -26,9 +26,10 @@ from stretto.config.sections.transport import (
     WeightBroadcast,
 )
 from stretto.records.weight_manifest import WeightGroup, WeightManifest
-from stretto.transports.weights import build_publisher, collective, host_copy, receive
-from stretto.transports.weights.delta import Chain, decode_gaps, encode_gaps, find_changes
+from stretto.transports.weights import build_publisher, receive
 from stretto.transports.weights.layout import HEAD_BYTES
+from stretto_broadcast import collective, host_copy
+from stretto_broadcast.delta import Chain, decode_gaps, encode_gaps, find_changes
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:

@@ -34,7 +34,9 @@ async def test_a_teacher_process_scores_rollouts_of_many_lengths(model_dir, tmp_
     with serve(model_dir, port, tmp_path / "log"):
         async with build_teacher_client(TeacherSection(base_url=f"http://127.0.0.1:{port}/v1")) as client:
             await client.wait_ready(60)
-            group = await ScoringTeacher(client).annotate(Group(group_id=0, task=task, rollouts=tuple(rollouts)))
+            group = await ScoringTeacher({"teacher": (client, 1.0)}).annotate(
+                Group(group_id=0, task=task, rollouts=tuple(rollouts))
+            )
     model = scratch(0)
     for rollout in group.rollouts:
         [branch] = rollout.branches

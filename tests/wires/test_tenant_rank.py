@@ -12,8 +12,17 @@ from tenant_runs import assert_equal, batch_of, build_tenants, cases, create, tr
 from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
 from stretto.models.lora import load_adapter
-from stretto.records.tenants import CreateTenant, ExportAdapter, OptimStep, Pass, Shutdown, Status, SumLoss, TenantWork
-from stretto.transports.tenants import TenantServer
+from stretto_service.wires.operations import (
+    CreateTenant,
+    ExportAdapter,
+    OptimStep,
+    Pass,
+    Shutdown,
+    Status,
+    SumLoss,
+    TenantWork,
+)
+from stretto_service.wires.tenants import TenantServer
 
 RANK = """
 import sys
@@ -25,7 +34,7 @@ from stretto.config.sections.transport import ControlSection
 from stretto.records.control import Register
 from stretto.trainer.process import stop_on_signal
 from stretto_service.tenants.main import run
-from stretto.transports.tenants import TenantClient
+from stretto_service.wires.tenants import TenantClient
 import torch
 
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
 from stretto.records.control import Register
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import OptimStep, Pass, Shutdown, Status, TenantWork
-from stretto.transports.tenants import TenantClient, TenantServer
+from stretto_service.wires.operations import OptimStep, Pass, Shutdown, Status, TenantWork
+from stretto_service.wires.tenants import TenantClient, TenantServer
 
 SECRET = "s" * 32
 RANK = """
@@ -25,8 +25,8 @@ from stretto.base.errors import EngineError
 from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
 from stretto.records.control import Register
-from stretto.records.tenants import Done, Pass, RankFailed, Shutdown, Status, TenantResult
-from stretto.transports.tenants import TenantClient
+from stretto_service.wires.operations import Done, Pass, RankFailed, Shutdown, Status, TenantResult
+from stretto_service.wires.tenants import TenantClient
 
 port, rank, world_size, dead_after_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 client = TenantClient(

@@ -28,7 +28,7 @@ def test_two_routers_of_one_host_both_have_metrics(tmp_path: Path) -> None:
     words = ["--worker-urls", f"http://127.0.0.1:{free_port()}", "--host", "127.0.0.1"]
     try:
         for log in logs:
-            command = [sys.executable, "-m", "stretto.launch.run.router", *words, "--port", str(free_port())]
+            command = [sys.executable, "-m", "stretto_routers.router", *words, "--port", str(free_port())]
             with log.open("w") as output:
                 routers.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + DEADLINE_S

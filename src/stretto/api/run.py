@@ -44,7 +44,8 @@ _ROWS = f"""
     SELECT r.group_id, r.member, {SHOWN_STATUS} AS status, r.dropped_by, r.reason, r.reward, r.advantage,
            r.first_version, r.last_version, r.num_turns, r.num_tokens, r.num_sampled_tokens, r.started_at,
            r.finished_at, r.error, r.metrics, r.turns,
-           d.env, d.task_id, d.state AS group_state, d.reason AS group_reason, b.step
+           d.env, d.task_id, json_extract(d.data, '$.label') AS label, d.state AS group_state,
+           d.reason AS group_reason, b.step
     FROM rollouts r JOIN draws d USING (group_id)
     LEFT JOIN batch_rollouts x ON x.row = r.row
     LEFT JOIN batches b ON b.batch = x.batch AND b.state != 'undone'
@@ -181,10 +182,10 @@ class Run:
 
         step: of the batch of this step; None takes those that no step trained too. status: finished, truncated,
         failed or dropped. min_reward: with at least this reward. best, worst: so many with the largest or smallest
-        reward. limit: of the newest at most so many. `prompt` is the text before the first token that the policy
-        sampled and `reply` everything after it; `token_ids`, `is_sampled` and `logprobs` are arrays over both. Where a
-        rollout has several branches these are of the first, and `branches` has all. They are None where the tokens are
-        no longer kept.
+        reward, of equal ones the newest. limit: of the newest at most so many. `prompt` is the text before the first
+        token that the policy sampled and `reply` everything after it; `token_ids`, `is_sampled` and `logprobs` are
+        arrays over both. Where a rollout has several branches these are of the first, and `branches` has all. They are
+        None where the tokens are no longer kept.
 
         Raises: ConfigError for a run without rollouts or arguments that exclude each other.
         """
@@ -325,9 +326,9 @@ def _label(run: Run, runs: Sequence[Run]) -> str:
 
 def _order(best: int | None, worst: int | None, limit: int | None) -> str:
     if best is not None:
-        return f" AND r.reward IS NOT NULL ORDER BY r.reward DESC, r.row LIMIT {int(best)}"
+        return f" AND r.reward IS NOT NULL ORDER BY r.reward DESC, r.row DESC LIMIT {int(best)}"
     if worst is not None:
-        return f" AND r.reward IS NOT NULL ORDER BY r.reward, r.row LIMIT {int(worst)}"
+        return f" AND r.reward IS NOT NULL ORDER BY r.reward, r.row DESC LIMIT {int(worst)}"
     return " ORDER BY r.row DESC" + (f" LIMIT {int(limit)}" if limit is not None else "")
 
 

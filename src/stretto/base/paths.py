@@ -96,6 +96,8 @@ class RunDir:
     """Directory of the stacks and queue depths of stalled processes."""
     episodes = _Below("episodes")
     """Directory of what environments keep of their episodes, for rollouts that are continued."""
+    replies = _Below("replies")
+    """Directory of the replies of frozen models, one file per model, for a run that is continued."""
     profiles = _Below("profiles")
     """Directory of traces of torch's operations at chosen steps."""
     curve = _Below("curve.png")

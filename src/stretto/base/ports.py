@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import ipaddress
 import os
 import re
 import socket
 import struct
 import sys
+import urllib.error
 import urllib.request
 from contextlib import AbstractContextManager
 from http.client import HTTPResponse
@@ -142,15 +144,21 @@ def is_own_address(host: str) -> bool:
     return False
 
 
+_MAX_ERROR_BYTES = 1 << 16
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def open_url(request: str | urllib.request.Request, timeout_s: float) -> AbstractContextManager[HTTPResponse]:
     """Send a request to a server of the run, never through the environment's proxy, which leads out of the cluster.
 
-    Raises: OSError (urllib.error.HTTPError for a status from 400 on).
+    Raises: OSError (urllib.error.HTTPError for a status from 400 on, with the beginning of its body).
     """
-    answer: HTTPResponse = _DIRECT.open(request, timeout=timeout_s)
+    try:
+        answer: HTTPResponse = _DIRECT.open(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        with error:  # its socket would stay open for as long as somebody holds the error
+            body = io.BytesIO(error.read(_MAX_ERROR_BYTES))
+        raise urllib.error.HTTPError(error.url, error.code, error.msg, error.headers, body) from None
     return answer
 
 

@@ -15,11 +15,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
+from stretto import addons
 from stretto.base import process
 from stretto.base.errors import ConfigError, meant_path
 from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
 from stretto.check.vllm_models import ServedModel
 from stretto.config.root import RLConfig
+from stretto.config.sections.distill import TaughtAlgo
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import Family, ModelSection
 from stretto.data.hub_model import find_config, is_hub_name
@@ -59,6 +61,7 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
     if cfg.num_critic_ranks:
         check_model(cfg.model, cfg.num_critic_ranks, "model, of the ranks in trainer.critic.placement")
     check_engine_model(cfg)
+    check_teachers(cfg)
     if cfg.inference is not None:
         is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
         is_cpu = is_here and not process.visible_gpus() and not cfg.asks_for_gpus
@@ -204,14 +207,52 @@ def check_engine_model(cfg: RLConfig) -> None:
 
 
 def _check_tokens(there: Path, here: Path, names: tuple[str, str]) -> None:
-    """Check that two model directories have the same tokens, if both have a tokenizer on this machine."""
+    """Check that two model directories have the same tokens; names: of the trained and served model.
+
+    Raises: ConfigError naming a token that differs.
+    """
+    if difference := other_token(there, here):
+        raise ConfigError(
+            f"inference.model = {names[1]!r} has another tokenizer than {names[0]!r}, which is trained: {difference}; "
+            "engines may load another precision of the same model only"
+        )
+
+
+def other_token(there: Path, here: Path) -> str | None:
+    """A token whose id differs between two model directories, in words; None if none does, or one has no tokenizer."""
     files = [directory / "tokenizer.json" for directory in (there, here)]
     try:
         texts = [file.read_bytes() for file in files]
-        if texts[0] != texts[1]:
-            _check_same_tokens(json.loads(texts[0]), json.loads(texts[1]), names)
+        ours, theirs = ({}, {}) if texts[0] == texts[1] else (tokens_of(json.loads(text)) for text in texts)
     except (OSError, ValueError):
+        return None
+    if ours == theirs:
+        return None
+    token = min(text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text))
+    return f"the id of {token!r} is {theirs.get(token, 'none')} there and {ours.get(token, 'none')} here"
+
+
+def check_teachers(cfg: RLConfig) -> None:
+    """Check that the teachers whose engines the run starts have the policy's tokens.
+
+    Raises: ConfigError naming the teacher and a token that differs.
+    """
+    policy = None if cfg.model.scratch is not None else find_model(cfg.model.name)
+    if policy is None:
         return
+    section = cfg.orchestrator
+    algos = [section.algo, *(env.algo for env in section.env)]
+    names = {name for algo in algos if isinstance(algo, TaughtAlgo) for name in algo.teachers}
+    models = {f"models.{name}.model": cfg.models[name].model for name in sorted(names & cfg.models.keys())}
+    if cfg.teacher_inference is not None:
+        models["teacher_inference.model"] = cfg.teacher_inference.model
+    for key, name in models.items():
+        teacher = find_model(name) if name is not None else None
+        if teacher is not None and (difference := other_token(policy.directory, teacher.directory)):
+            raise ConfigError(
+                f"{key} = {name!r} has another tokenizer than {cfg.model.name!r}, which is trained: {difference}; a "
+                "teacher scores the policy's tokens, so give one with the same tokenizer"
+            )
 
 
 def check_quantize(quantizes: bool | None, engine_model: str | None, *, is_quantized: bool) -> None:
@@ -252,22 +293,6 @@ def _check_same_network(trained: Mapping[str, Any], served: Mapping[str, Any], n
                     f"has {name} = {theirs.get(key)!r}, that of the latter {ours.get(key)!r}; engines may load another "
                     "precision of the same model only"
                 )
-
-
-def _check_same_tokens(trained: Mapping[str, Any], served: Mapping[str, Any], names: tuple[str, str]) -> None:
-    """Check that two tokenizer.json give texts the same ids; names as above.
-
-    Raises: ConfigError naming a token that differs.
-    """
-    ours, theirs = map(tokens_of, (trained, served))
-    if ours == theirs:
-        return
-    token = min(text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text))
-    ids = [table.get(token, "none") for table in (theirs, ours)]
-    raise ConfigError(
-        f"inference.model = {names[1]!r} has another tokenizer than {names[0]!r}, which is trained: the id of "
-        f"{token!r} is {ids[0]} there and {ids[1]} here; engines may load another precision of the same model only"
-    )
 
 
 def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
@@ -313,6 +338,7 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
                 f'{name}: inference.engine = "embedded" has no {model.family}; set "vllm", or leave it out'
             )
         return
+    addons.check("stretto.engines", "vllm", f"{name}: vLLM")
     model.check()
     if is_cpu or section.device == "cpu":
         model.check_on_cpu()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.base.ports import open_url
-from stretto.config.sections.engines import Disaggregated, RouterSection
+from stretto.config.sections.engines import Disaggregated, RouterSection, RouterType
 from stretto.config.sections.inference import InferenceSection
 
 ANSWER_TIMEOUT_S = 5.0
@@ -31,22 +31,23 @@ def check_router(section: InferenceSection | None, *, is_dry_run: bool = False) 
     router = None if section is None else section.router
     if router is None:
         return None
+
     fault: str | None = None
     if router.type == "dynamo" and not Path(python := dynamo_python(router)).is_file():
         fault = (
             f'inference.router.type = "dynamo": there is no {python}. `make dynamo` installs Dynamo beside stretto, in '
             "an environment of its own; or give the Python that has it as inference.router.interpreter"
         )
-    elif router.address is not None and router.type == "vllm":
-        fault = _unanswered(router.address)
-        if fault is None and not isinstance(section and section.deployment, Disaggregated):
+    elif router.address is not None:
+        fault = _unanswered(router.address, router.type)
+        if fault is None and router.type == "vllm" and not isinstance(section and section.deployment, Disaggregated):
             _check_takes_engines(router.address, section.key if section else None)
     if fault is not None and not is_dry_run:
         raise ConfigError(fault)
     return fault
 
 
-def _unanswered(address: str) -> str | None:
+def _unanswered(address: str, kind: RouterType) -> str | None:
     """A message if nothing answers at the router's address; None if something does."""
     try:
         with open_url(address.rstrip("/") + "/liveness", ANSWER_TIMEOUT_S):
@@ -55,9 +56,12 @@ def _unanswered(address: str) -> str | None:
         return None
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", error)
+        first = "start llm-d's gateway, which must see these engines, first"
+        if kind == "vllm":
+            first = "start the router first, such as `vllm-router --host 0.0.0.0 --port 3000`"
         return (
-            f"inference.router.address = {address}: nothing answers there ({why}); start the router first, such as "
-            "`vllm-router --host 0.0.0.0 --port 3000`, or leave the address out: one is started with the engines"
+            f"inference.router.address = {address}: nothing answers there ({why}); {first}, or leave the address out: "
+            "vllm-router is started with the engines"
         )
 
 

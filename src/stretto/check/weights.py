@@ -36,6 +36,12 @@ _fits: dict[str, dict[str, list[str]]] = {}
 """Results of models/fit.py, by config.json and headers: several checks of one command ask for the same model."""
 
 
+def has_only_config(directory: str | Path) -> bool:
+    """Whether a directory says what a model is, and has no file of it."""
+    names = {path.name for path in Path(directory).expanduser().iterdir()}
+    return "config.json" in names and names <= {"config.json", "generation_config.json"}
+
+
 def check_weights_of(
     cfg: RLConfig | SFTConfig | InferenceConfig | EvalConfig, *, is_dry_run: bool = False
 ) -> list[str]:
@@ -108,6 +114,10 @@ def _check_targets(directory: Path, tensors: Mapping[str, HeaderTensor], targets
         if target not in layers and target not in LORA_TARGETS:
             near = difflib.get_close_matches(target, sorted(layers), n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(layers))}"
+            if target.startswith("all") or not target.isidentifier():  # PEFT's "all-linear", or a pattern
+                hint = (
+                    f"names of layers are needed, and without target_modules all have one: {', '.join(sorted(layers))}"
+                )
             raise ConfigError(f"[model.lora] target_modules: {directory} has no layer {target}; {hint}")
 
 

@@ -342,6 +342,8 @@ class SFTConfig(ClusterRoot):
     """Passes over the data; None: by max_steps."""
     matmul_precision: MatmulPrecision = "highest"
     """Precision of products of float32 matrices: `high` is TF32 on a GPU; on a CPU it changes nothing or little."""
+    is_deterministic: bool = False
+    """The same rows give the same weights, bit for bit, by kernels that always sum in one order; it takes time."""
     memory_profiler_path: Path | None = None
     """Directory for snapshots of the GPU's memory, a file per step and rank, which https://pytorch.org/memory_viz
     draws; steps become slower, and files have up to 40 MB. None: nothing is recorded."""

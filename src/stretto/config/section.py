@@ -94,7 +94,7 @@ NAMES_OF_PLACES = ("name", "model", "template", "chat_template")
 def place_meant(key: Key, value: Any) -> Any:
     """The value of a key with `~` as the home directory, if it can be a path.
 
-    Raises: ValueError for a variable of the shell in it.
+    Raises: ValueError for a variable of the shell in it, or the home of a user whom this machine does not know.
     """
     if isinstance(value, list) and key.is_list and key.name in NAMES_OF_PLACES:
         return [place_meant(key, each) for each in value]
@@ -107,7 +107,13 @@ def place_meant(key: Key, value: Any) -> Any:
             f"{show(text)}: only a shell replaces {found[0]}, and no shell reads this; write the whole "
             "path, or begin it with ~ for your home directory"
         )
-    return os.path.expanduser(text) if text.startswith("~") else value
+    if not text.startswith("~"):
+        return value
+    if (whole := os.path.expanduser(text)) == text and (is_path or "/" in text):
+        raise ValueError(
+            f"{show(text)}: no user of this machine has the home {text.partition('/')[0]}; write the whole path"
+        )
+    return whole
 
 
 # -- nested data and paths --

@@ -11,7 +11,7 @@ critic_learning_rate -> trainer.critic.lr
 weight_decay l2 -> trainer.optim.weight_decay optim.weight_decay
 max_grad_norm clip_grad grad_clip max_norm -> trainer.optim.max_norm optim.max_norm
 lr_scheduler_type lr_scheduler lr_decay_style -> trainer.scheduler.type scheduler.type
-warmup_ratio num_warmup_steps lr_warmup_ratio -> trainer.scheduler.warmup_steps scheduler.warmup_steps
+warmup_ratio warmup_steps num_warmup_steps lr_warmup_ratio -> trainer.scheduler.warmup_steps scheduler.warmup_steps
 num_generations n_samples_per_prompt rollout_n n -> orchestrator.group_size eval.group_size
 per_device_train_batch_size train_batch_size -> orchestrator.batch_size batch_size
 rollout_batch_size global_batch_size ppo_mini_batch_size -> orchestrator.batch_size batch_size
@@ -21,6 +21,18 @@ beta kl_coef init_kl_coef kl_loss_coef -> trainer.loss.reference_kl.coef
 epsilon clip_ratio clip_ratio_low eps_clip cliprange -> trainer.loss.clip_low
 epsilon_high clip_ratio_high eps_clip_high -> trainer.loss.clip_high
 scale_rewards norm_adv_by_std_in_grpo -> orchestrator.algo.normalize_std
+num_generations_eval -> orchestrator.eval.group_size
+generation_kwargs -> orchestrator.train.sampling
+importance_sampling_level -> trainer.loss.type
+delta -> trainer.loss.clip_dual
+vllm_importance_sampling_correction -> trainer.loss.use_rollout_logprobs
+shuffle_dataset -> orchestrator.env.0.args.shuffle data.shuffle
+activation_offloading -> model.ac_offloading
+assistant_only_loss -> loss_mask.assistant
+completion_only_loss -> loss_mask.user
+dataset_text_field -> data.input_key
+pad_token eos_token -> tokenizer.name
+chat_template_path -> renderer.template
 gradient_accumulation_steps -> orchestrator.batch_size batch_size
 num_iterations ppo_epochs -> trainer.epochs_per_step
 steps_per_generation -> trainer.updates_per_step

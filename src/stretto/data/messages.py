@@ -16,6 +16,8 @@ from stretto.data.values import checked_json, refuse_surrogates
 ROLES = ("system", "user", "assistant", "tool")
 KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "step_loss_mask")
 """Keys of a message in a record."""
+PARTS = ("text", "image", "image_url")
+"""Types of the parts of a content."""
 THOUGHT_KEYS = ("reasoning", "thinking")
 """Other spellings of `reasoning_content`."""
 MASK_KEYS = ("weight", "loss", "train", "trainable")
@@ -158,7 +160,10 @@ def _check_content(message: Mapping[str, Any], where: str, kind: type[StrettoErr
         if not isinstance(part, Mapping) or not {"type", "text", "image", "image_url"} & part.keys():
             example = '{"type": "text", "text": "..."}'
             raise kind(f"{place} must be an object with a type, such as {example}, got {short_repr(part)}.")
-        if part.get("type", "text" if "text" in part else "") == "text" and not isinstance(part.get("text"), str):
+        form = part.get("type", "text" if "text" in part else "image")
+        if form not in PARTS:
+            raise kind(f"{place}.type must be one of {', '.join(PARTS)}, got {short_repr(form)}; no template shows it.")
+        if form == "text" and not isinstance(part.get("text"), str):
             raise kind(f"{place}.text must be text, got {short_repr(part.get('text'))}; write str(...).")
 
 

@@ -95,26 +95,26 @@ def checked_json(value: Any, where: str, kind: type[StrettoError] = EnvError, de
     """
     if isinstance(value, str):
         return with_whole_text(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise kind(f"{where} is {value}, which JSON cannot hold; give None, or a number that is finite")
     if value is None or isinstance(value, bool | int | float):
         return value
     if depth > _MAX_DEPTH:
         raise kind(f"{where[:200]}: more than {_MAX_DEPTH} levels of lists and objects; flatten it")
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, str | int):
+            if not isinstance(key, str):
                 raise kind(f"{where} has the key {describe_value(key)}; keys of JSON are text, so give str(...)")
         entries = value.items()
-        return {_key(key): checked_json(entry, f"{where}[{key!r}]", kind, depth + 1) for key, entry in entries}
+        return {
+            with_whole_text(key): checked_json(entry, f"{where}[{key!r}]", kind, depth + 1) for key, entry in entries
+        }
     if isinstance(value, list | tuple):
         return [checked_json(entry, f"{where}[{index}]", kind, depth + 1) for index, entry in enumerate(value)]
     if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 1):
-        return value.item()
+        return checked_json(value.item(), where, kind, depth)
     way = "give a sorted list" if isinstance(value, set | frozenset) else "give text, numbers, lists or objects"
     raise kind(f"{where} is {describe_value(value)}, which JSON cannot hold; {way}")
-
-
-def _key(key: Any) -> Any:
-    return with_whole_text(key) if isinstance(key, str) else key
 
 
 def _without_filling(value: Any) -> Any:

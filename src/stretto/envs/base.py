@@ -6,8 +6,8 @@ and policy versions (`orchestrator/rollout/recorder.py`), so no environment can 
 * `SingleTurnEnv`: one prompt, one reply, one score. All samples of a group are one request to the engine.
 * any class with `tasks` and `async rollout(task, ctx)`, which may take as many turns as it likes.
 
-`load_environment` takes the id of a bundled environment, the `module:attr` of a class or function, or the name of a
-module that holds one environment. find.py says what ids mean.
+`load_environment` takes the id of an environment that is bundled or an add-on's, the `module:attr` of a class or
+function, or the name of a module that holds one environment. find.py says what ids mean.
 """
 
 from __future__ import annotations
@@ -47,22 +47,6 @@ if TYPE_CHECKING:
 Split = Literal["train", "eval"]
 Message = dict[str, Any]
 Prompt = list[Message] | str
-
-BUNDLED = {
-    "agent": "stretto.envs.agent:agent",
-    "alphabet-sort": "stretto.envs.bundled.alphabet_sort:AlphabetSort",
-    "arithmetic": "stretto.envs.bundled.arithmetic:Arithmetic",
-    "calculator": "stretto.envs.bundled.calculator:Calculator",
-    "count-shapes": "stretto.envs.bundled.count_shapes:CountShapes",
-    "dataset": "stretto.envs.dataset:dataset",
-    "python-code": "stretto.envs.bundled.python_code:PythonCode",
-    "reasoning-gym": "stretto.envs.bundled.reasoning_gym:ReasoningGym",
-    "repo-repair": "stretto.envs.repair.env:RepoRepair",
-    "reverse-text": "stretto.envs.bundled.reverse_text:ReverseText",
-    "sort-letters": "stretto.envs.bundled.sort_letters:SortLetters",
-    "tic-tac-toe": "stretto.envs.bundled.tic_tac_toe:TicTacToe",
-    "wordle": "stretto.envs.bundled.wordle:Wordle",
-}
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +155,10 @@ class RolloutContext(Protocol):
 
         Raises: EnvError if the run has no model of this name.
         """
+
+
+class NeedsTokenizer(ConfigError):
+    """An environment that cannot be built where the policy's tokenizer is not."""
 
 
 @dataclass(frozen=True)
@@ -378,7 +366,7 @@ def load_environment(
         path, args = find.worker_factory(env_id, args)
     factory = _find_factory(path)
     signature = signature_of(factory, env_id)
-    if (env_id in BUNDLED or path in find.HUBS.values()) and inspect.isclass(factory):
+    if (find.path_of(env_id) is not None or find.hub_of(env_id) is not None) and inspect.isclass(factory):
         check_argument_types(factory, args, env_id)
     if inspect.isclass(factory):
         check_methods(factory, env_id)
@@ -450,7 +438,9 @@ def needs_worker(env_id: str) -> bool:
 
     Raises: ConfigError if it cannot run at all.
     """
-    return env_id not in BUNDLED and (find.hub_of(env_id) is not None or find.is_verifiers(env_id))
+    if find.path_of(env_id) is not None:
+        return False
+    return find.hub_of(env_id) is not None or find.tasksets_of(env_id) is not None
 
 
 def _own_name(env_id: str) -> list[str]:
@@ -462,14 +452,14 @@ def _own_name(env_id: str) -> list[str]:
 
 
 def _find_factory(env_id: str) -> Callable[..., Any]:
-    path = BUNDLED.get(env_id, env_id)
+    path = find.path_of(env_id) or env_id
     if ":" not in path and (found := find.find_module(env_id)) is not None:
         return find.environment_class(load_module(found, f"environment {env_id!r}"), env_id)
     if ":" not in path:
         import difflib
 
-        nearest = [*_own_name(env_id), *difflib.get_close_matches(env_id.replace("_", "-"), BUNDLED, n=1)]
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(sorted(BUNDLED))};"
+        nearest = [*_own_name(env_id), *difflib.get_close_matches(env_id.replace("_", "-"), find.names(), n=1)]
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(find.names())};"
         raise ConfigError(f"no environment {env_id!r}; {hint} name your own as a module or `module:attr`.")
     module_name, attr = path.split(":", 1)
     module = load_module(module_name, f"environment {env_id!r}")

@@ -128,6 +128,11 @@ class Dataset:
         result = _result(rewards, [metrics for _, metrics in scored], is_truncated=is_truncated)
         return replace(result, turn_rewards=turn_rewards_of(samples))
 
+    @property
+    def scores_groups(self) -> bool:
+        """Whether `score_group` gives rewards."""
+        return self.settings.group_reward
+
     async def score_group(self, group: Group, notes: Sequence[list[Sample]]) -> list[RolloutResult] | None:
         """With group_reward, the rewards of all members, from the function; otherwise None.
 

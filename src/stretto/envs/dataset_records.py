@@ -19,8 +19,8 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools, short_repr
 from stretto.data.records import read_records
-from stretto.data.values import refuse_surrogates
-from stretto.envs.base import Message, RunInfo, Split
+from stretto.data.values import checked_json, refuse_surrogates
+from stretto.envs.base import Message, NeedsTokenizer, RunInfo, Split
 from stretto.envs.picture_store import Pictures
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook
@@ -71,6 +71,8 @@ class DatasetSettings:
     metadata_key: list[str] | str | None = "metadata"
     """Key of an object, or a list of keys that become one."""
     tool_key: str | None = "tools"
+    image_key: str | None = None
+    """Key of the images, one or a list; None: `images` and `image`. A message shows the next one at `<image>`."""
     prompt_template: str | None = None
     """Text of the prompt; `{prompt}` in it is replaced by the prompt of the record."""
     label_pattern: str | None = None
@@ -173,7 +175,7 @@ class Records:
             "generate": settings.generate is not None,
         }
         if run.encode is None and (names := [name for name, is_set in needs.items() if is_set]):
-            raise ConfigError(
+            raise NeedsTokenizer(
                 f"dataset: {' and '.join(names)} needs the policy's tokenizer, which neither worker processes nor "
                 'engines with the chat API have; remove num_workers, or client.api = "chat"'
             )
@@ -325,10 +327,11 @@ class Records:
         if settings.tool_key is not None:
             tools = parse_tools(record.get(settings.tool_key), settings.tool_key, where)
         prompt = self._prompt(record[settings.input_key], where)
-        if isinstance(prompt, str) and column_of(record):
+        images = column_of(record if settings.image_key is None else {"images": record.get(settings.image_key)})
+        if isinstance(prompt, str) and images:
             raise DataError(f"{where}: with apply_chat_template = false prompts are text, without images")
         if not isinstance(prompt, str):
-            prompt = self.pictures.replace_by_names(with_images(prompt, record, where), where)
+            prompt = self.pictures.replace_by_names(with_images(prompt, images, where), where)
         return {"prompt": prompt, "label": label, "metadata": metadata, "tools": tools}
 
     def _reward_name(self, metadata: Mapping[str, Any], where: str) -> str:
@@ -412,6 +415,9 @@ def _keys_of(record: Mapping[str, Any], missing: str) -> str:
     """For messages: the keys of a record, and the one that is most like the missing key."""
     near = difflib.get_close_matches(missing, record, n=1)
     meant = f"did you mean {near[0]!r}?" if near else "name one of them"
+    first, dot, rest = missing.partition(".")
+    if dot and isinstance(record.get(first), Mapping):
+        meant = f"keys below {first!r} are not named by dots; give a function as `convert` that takes out {rest!r}"
     return f"the record has {', '.join(sorted(record))}; {meant}" if record else "the record has nothing"
 
 
@@ -426,9 +432,4 @@ def _as_json(row: dict[str, Any], where: str) -> bytes:
     Raises: DataError for values that JSON cannot hold, such as dates and bytes of parquet files.
     """
     refuse_surrogates(row, where)
-    try:
-        return json.dumps(row).encode()
-    except (TypeError, ValueError, RecursionError) as cause:
-        raise DataError(
-            f"{where}: {cause}; prompt, label, metadata and tools hold text, numbers, lists and objects only"
-        ) from None
+    return json.dumps({key: checked_json(value, f"{where}: {key}", DataError) for key, value in row.items()}).encode()

@@ -17,7 +17,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.envs.base import RolloutContext, RolloutResult
-from stretto.envs.multi_turn import ToolEnv
+from stretto.envs.multi_turn import Episode, ToolEnv
 from stretto.envs.tools import Tool, Toolset
 from stretto.records.rollout import Task
 
@@ -119,7 +119,7 @@ class RemoteTool(Tool):
         }
         self._connection, self._client = connection, client
 
-    async def run(self, arguments: dict[str, Any]) -> str:
+    async def run(self, arguments: dict[str, Any], episode: Any = None) -> str:
         """Call the tool; returns the text of the result. The server checks the arguments.
 
         Raises: EnvError if the server is lost.
@@ -163,7 +163,7 @@ class McpToolEnv(ToolEnv):
         self._connections = connections = [open_connections.get(id(s)) or Connection(s) for s in self.servers]
         await asyncio.gather(*(each.ready() for each in connections))
         remote = [tool for each in connections for tool in each.tools]
-        self._toolset = Toolset([*self.tools, *remote], self.tool_timeout_s)
+        self._toolset = Toolset([*self.tools, *remote], self.tool_timeout_s, Episode)
 
     async def close(self) -> None:
         """Close all connections."""

@@ -181,8 +181,9 @@ class _TurnNotes:
 class ToolEnv(MultiTurnEnv):
     """A policy with tools: `answer_tools` answers a reply that calls some, `respond` one that calls none.
 
-    `tools` are functions with annotated arguments (tools.py). The episode ends with the first reply that calls no tool,
-    unless the environment writes a `respond` of its own, which gives the next turn.
+    `tools` are functions with annotated arguments (tools.py); an argument annotated `Episode` is the episode, and not
+    the policy's to give. The episode ends with the first reply that calls no tool, unless the environment writes a
+    `respond` of its own, which gives the next turn.
     """
 
     limits = EpisodeLimits(max_turns=10)
@@ -194,7 +195,7 @@ class ToolEnv(MultiTurnEnv):
         if "_toolset" not in vars(self):
             # `tools` is read from the instance: functions in the tuple stay unbound, bound methods stay bound.
             where = f"environment {self.name!r}: {type(self).__name__}.tools"
-            self._toolset = Toolset(self.tools, self.tool_timeout_s, where)
+            self._toolset = Toolset(self.tools, self.tool_timeout_s, Episode, where)
         return self._toolset
 
     def tool_schemas(self) -> list[dict[str, Any]]:
@@ -202,7 +203,7 @@ class ToolEnv(MultiTurnEnv):
 
     async def answer_tools(self, episode: Episode, reply: Reply) -> list[Message]:
         """The tool messages for the calls of a reply; empty if it calls none."""
-        return await self.toolset().answer(reply)
+        return await self.toolset().answer(reply, episode)
 
     def respond(self, episode: Episode, reply: Reply) -> list[Message] | Awaitable[list[Message] | None] | None:
         """Messages that answer a reply without calls; None or [] ends the episode."""

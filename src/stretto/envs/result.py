@@ -36,11 +36,24 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     turn_rewards: tuple[float, ...] = ()  # beside `reward`, which the last turn gets; None counts as 0
     state_values: tuple[float | None, ...] = ()  # what the state before the reply is worth, in units of `reward`
     states: tuple[str | None, ...] = ()  # a name of that state: equal ones are compared; None: with no other
+    parts: tuple[Part, ...] = ()  # rollouts within this one, of envs/parts.py: their agents have their rewards
     note: Any = None  # passed to `score_group`; stored nowhere, None in worker processes
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout of another environment within a rollout, as `play_part` returns it."""
+
+    name: str
+    env: str
+    result: RolloutResult
+    agents: dict[str, float]  # rewards of all its agents, by their names in the whole rollout
+    turns: tuple[int, ...]  # `Reply.turn` of its replies, for what its result says of turns
 
 
 def checked_result(returned: Any, where: str) -> RolloutResult:
     """The result with its numbers as finite floats; `where` names the environment and the call in messages.
+
+    It has the rewards and metrics of its parts, unless it says otherwise itself.
 
     Raises: EnvError that names the first value that is not valid.
     """
@@ -50,13 +63,16 @@ def checked_result(returned: Any, where: str) -> RolloutResult:
     for name in ("is_truncated", "is_timeout"):
         if not _is_flag(flag := getattr(returned, name)):
             raise EnvError(f"{where}: {name} is {describe_value(flag)}; give True or False")
+    parts = _checked_parts(returned.parts, where)
     return RolloutResult(
         reward=checked_reward(returned.reward, where, "its reward"),
-        agent_rewards={
+        agent_rewards={name: reward for part in parts for name, reward in part.agents.items()}
+        | {
             with_whole_text(name): checked_reward(value, where, f"the reward of {name}")
             for name, value in _named_values(returned.agent_rewards, where, "agent_rewards")
         },
-        metrics={
+        metrics={f"{part.name}/{name}": value for part in parts for name, value in _metrics_of(part)}
+        | {
             with_whole_text(name): checked_number(value, where, f"metrics[{name!r}]")
             for name, value in _named_values(returned.metrics, where, "metrics")
         },
@@ -69,8 +85,23 @@ def checked_result(returned: Any, where: str) -> RolloutResult:
         turn_rewards=_per_turn(returned, "turn_rewards", where, _checked_turn_reward),
         state_values=_per_turn(returned, "state_values", where, _checked_value),
         states=_per_turn(returned, "states", where, _checked_state),
+        parts=parts,
         note=returned.note,
     )
+
+
+def _checked_parts(parts: Any, where: str) -> tuple[Part, ...]:
+    """Raises: EnvError for what `play_part` did not return, and for two of one name."""
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, Part) for part in parts):
+        raise EnvError(f"{where}: parts is {describe_value(parts)}; give a list of what play_part returned")
+    names = [part.name for part in parts]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise EnvError(f"{where}: two parts are named {twice!r}; name each differently in play_part")
+    return tuple(parts)
+
+
+def _metrics_of(part: Part) -> list[tuple[str, float]]:
+    return [("reward", part.result.reward), *part.result.metrics.items()]
 
 
 def checked_reward(value: Any, where: str, what: str) -> float:

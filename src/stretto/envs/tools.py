@@ -37,36 +37,45 @@ class Tool:
 
     is_blocking = False  # runs in a thread
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], episode_type: type | None = None) -> None:
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self._function = function
         self.is_blocking = not inspect.iscoroutinefunction(function)
-        self._arguments = _build_arguments_model(function, self.name)
+        where = f"tool {self.name} ({definition_of(getattr(function, '__func__', function))})"
+        try:
+            parameters = inspect.signature(function, eval_str=True).parameters.values()
+        except Exception as cause:  # an annotation in quotes may name anything
+            raise ConfigError(f"{where}: its annotations cannot be read: {error_text(cause)}; correct them.") from cause
+        is_given = {each.name: episode_type is not None and each.annotation is episode_type for each in parameters}
+        self._arguments = _build_arguments_model([p for p in parameters if not is_given[p.name]], self.name, where)
+        self._given = [name for name in is_given if is_given[name]]
         text, described = _split_docstring(inspect.getdoc(function) or "")
         try:
-            parameters = self._arguments.model_json_schema()
+            schema = self._arguments.model_json_schema()
         except pydantic.errors.PydanticUserError as cause:
-            where = f"tool {self.name} ({definition_of(getattr(function, '__func__', function))})"
             reason = str(cause).partition("\n")[0]
             raise ConfigError(f"{where}: a type of its arguments has no JSON schema: {reason}; use another.") from cause
-        parameters.pop("title", None)
-        for argument, value in parameters.get("properties", {}).items():
+        schema.pop("title", None)
+        for argument, value in schema.get("properties", {}).items():
             value.pop("title", None)
             if argument in described:
                 value["description"] = described[argument]
-        parameters.setdefault("properties", {})
+        schema.setdefault("properties", {})
         self.schema: dict[str, Any] = {
             "type": "function",
-            "function": {"name": self.name, "description": text, "parameters": parameters},
+            "function": {"name": self.name, "description": text, "parameters": schema},
         }
 
-    async def run(self, arguments: dict[str, Any]) -> str:
+    async def run(self, arguments: dict[str, Any], episode: Any = None) -> str:
         """Call the function; returns a string result as it is, any other as JSON, or else as `str` gives it.
+
+        episode: what its parameters of `episode_type` get, of which the policy knows nothing.
 
         Raises: pydantic.ValidationError for arguments that do not fit; whatever the function raises.
         """
         checked = self._arguments.model_validate(arguments)
         values = {name: getattr(checked, name) for name in type(checked).model_fields}
+        values |= dict.fromkeys(self._given, episode)
         if self.is_blocking:
             result = await _threads.run(self.name, self._function, values)
         else:
@@ -82,12 +91,18 @@ class Tool:
 class Toolset:
     """The tools of one environment. `timeout_s` bounds each call, counted from its start.
 
+    A parameter annotated with `episode_type` is no argument of a call: it gets the episode in which the call is made.
+
     A function that is not `async` runs in a thread, which cannot be ended: after its timeout it is abandoned, and the
     next call begins. When MAX_STUCK abandoned calls still run, no further tool runs and episodes fail.
     """
 
     def __init__(
-        self, tools: Iterable[Callable[..., Any] | Tool], timeout_s: float | None = 30.0, where: str = "`tools`"
+        self,
+        tools: Iterable[Callable[..., Any] | Tool],
+        timeout_s: float | None = 30.0,
+        episode_type: type | None = None,
+        where: str = "`tools`",
     ) -> None:
         """where: whose tools they are, for messages."""
         if isinstance(tools, str) or not isinstance(tools, Iterable):
@@ -97,7 +112,7 @@ class Toolset:
             )
         if wrong := [each for each in tools if not callable(each) and not isinstance(each, Tool)]:
             raise ConfigError(f"{where} must hold functions, got {describe_value(wrong[0])}; give the function itself.")
-        built = [tool if isinstance(tool, Tool) else Tool(tool) for tool in tools]
+        built = [tool if isinstance(tool, Tool) else Tool(tool, episode_type) for tool in tools]
         self._tools = {tool.name: tool for tool in built}
         if len(self._tools) != len(built):
             names = ", ".join(tool.name for tool in built)
@@ -108,18 +123,18 @@ class Toolset:
     def schemas(self) -> list[dict[str, Any]]:
         return [tool.schema for tool in self._tools.values()]
 
-    async def answer(self, reply: Reply) -> list[Message]:
+    async def answer(self, reply: Reply, episode: Any = None) -> list[Message]:
         """Tool messages for all calls of a reply, in their order; empty if it calls no tool.
 
         The calls of one reply run at the same time.
         """
         calls: Sequence[dict] = reply.message.get("tool_calls", ())
-        messages = list(await asyncio.gather(*(self.call(call) for call in calls)))
+        messages = list(await asyncio.gather(*(self.call(call, episode) for call in calls)))
         for raw in reply.message.get("unparsed_tool_calls", ()):
             messages.append({"role": "tool", "content": f"Error: this is no valid tool call: {raw}"})
         return messages
 
-    async def call(self, call: dict[str, Any]) -> Message:
+    async def call(self, call: dict[str, Any], episode: Any = None) -> Message:
         """The tool message that answers one call. Errors of the call or the tool become its text.
 
         Raises: EnvError if the tool raises it, which means that the episode cannot go on.
@@ -128,9 +143,9 @@ class Toolset:
         message: Message = {"role": "tool", "name": name}
         if "id" in call:
             message["tool_call_id"] = call["id"]
-        return message | {"content": await self._result(name, call["function"]["arguments"])}
+        return message | {"content": await self._result(name, call["function"]["arguments"], episode)}
 
-    async def _result(self, name: str, arguments: Any) -> str:
+    async def _result(self, name: str, arguments: Any, episode: Any) -> str:
         tool = self._tools.get(name)
         if tool is None:
             return f"Error: no tool {name!r}; there are {', '.join(self._tools)}."
@@ -139,7 +154,7 @@ class Toolset:
                 arguments = json.loads(arguments or "{}")
             slot = _threads.slot() if tool.is_blocking else contextlib.nullcontext()
             async with slot, asyncio.timeout(self.timeout_s):
-                return await tool.run(arguments or {})
+                return await tool.run(arguments or {}, episode)
         except pydantic.ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             return f"Error: the arguments of {name} do not fit: {problems}"
@@ -237,15 +252,13 @@ class _Threads:
 _threads = _Threads()
 
 
-def _build_arguments_model(function: Callable[..., Any], name: str) -> type[pydantic.BaseModel]:
-    """A pydantic model of a function's arguments, from annotations; without a default they are required."""
+def _build_arguments_model(parameters: Iterable[inspect.Parameter], name: str, where: str) -> type[pydantic.BaseModel]:
+    """A pydantic model of a function's arguments, from annotations; without a default they are required.
+
+    where: which function, for messages.
+    """
     fields: dict[str, Any] = {}
-    where = f"tool {name} ({definition_of(getattr(function, '__func__', function))})"
-    try:
-        parameters = inspect.signature(function, eval_str=True).parameters
-    except Exception as cause:  # an annotation in quotes may name anything
-        raise ConfigError(f"{where}: its annotations cannot be read: {error_text(cause)}; correct them.") from cause
-    for parameter in parameters.values():
+    for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(f"{where}: {parameter} cannot be described; name every argument.")
         if parameter.annotation is parameter.empty:

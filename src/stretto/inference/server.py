@@ -20,6 +20,7 @@ import msgspec
 import torch
 from aiohttp import web
 
+from stretto import addons
 from stretto.base import log
 from stretto.base.errors import ConfigError, StrettoError, WireError
 from stretto.base.process import visible_gpus
@@ -272,9 +273,7 @@ def main(cfg: InferenceConfig) -> int:
     cfg = with_address(cfg)
     is_own = cfg.model is None or has_own_family(cfg.model)
     if cfg.chosen_engine(has_gpu=bool(visible_gpus()), is_own=is_own) == "vllm":
-        from stretto.inference.vllm.launch import main as serve_vllm
-
-        return serve_vllm(cfg, model_directory(cfg))
+        return addons.load("stretto.engines", "vllm", 'inference.engine = "vllm"')(cfg, model_directory(cfg))
     keep_freed_memory()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens from hidden states, without a [tokens, vocab] tensor.
 
 Logits exist for one chunk of tokens at a time, in float32 for every dtype of the weights; the backward pass
-computes them again. On a GPU one kernel reads a chunk's logits, and one makes their gradients (native/gpu.py). The
+computes them again. On a GPU one kernel reads a chunk's logits, and one makes their gradients (an add-on has them). The
 engine uses `head_logits` too, so that trainer and engine round in the same way.
 """
 

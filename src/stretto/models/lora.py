@@ -107,8 +107,10 @@ class LoRAExperts(Experts):
 
     def _loop(self, x: Float[Tensor, "rows dim"], counts: list[int]) -> Tensor:
         def times(rows: Tensor, weight: Tensor) -> Tensor:
-            pairs = zip(rows.split(counts), weight.unbind())
-            return torch.cat([F.linear(part, w) for part, w in pairs if len(part)])
+            experts = weight.unbind()
+            if not len(rows):
+                return F.linear(rows, experts[0])  # zero gradients for a rank that has no token
+            return torch.cat([F.linear(part, w) for part, w in zip(rows.split(counts), experts) if len(part)])
 
         return self._adapted_mlp(x, torch.tensor(counts, device=x.device), times)
 

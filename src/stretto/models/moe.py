@@ -89,7 +89,8 @@ class Experts(nn.Module):
         """Rows sorted by expert, counts[e] of them for expert e; row i is a copy of token tokens[i]."""
         if routing.row_multiple is not None:
             return self._padded(x, counts.tolist(), routing.row_multiple, is_tiled=routing.is_tiled)
-        if self.use_grouped_mm and self._is_aligned(x.dtype) and self.round_input is None:
+        # torch's grouped product has no gradient of no rows, which a rank of cp or ep may have.
+        if self.use_grouped_mm and len(x) and self._is_aligned(x.dtype) and self.round_input is None:
             return self._grouped(x, counts)
         return self._loop(x, counts.tolist())
 

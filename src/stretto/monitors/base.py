@@ -1,6 +1,6 @@
 """One `log(step, metrics)` for all monitors; none of them can stop or stall a run.
 
-The metrics file is written at once by the caller (tens of microseconds). Each tracker (`TRACKERS`) has a thread that
+The metrics file is written at once by the caller (tens of microseconds). Each tracker (`Tracker`) has a thread that
 builds it and feeds it from a bounded queue, so that neither its seconds of start-up nor a slow network delays the loop
 that logs. A monitor that raises is removed with one error line, but a tracker that cannot start ends the start of a new
 run. `file.py` defines the format of the metrics file and reads it.
@@ -18,19 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from stretto import addons
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MonitorsSection
 from stretto.monitors.file import MetricsFile
 from stretto.monitors.heartbeat import HeartbeatMonitor
-from stretto.monitors.mlflow import MlflowMonitor
-from stretto.monitors.monitor import Monitor, Source, TableRow, Values
+from stretto.monitors.monitor import Monitor, Source, TableRow, Tracker, Values
 from stretto.monitors.prometheus import PrometheusMonitor
-from stretto.monitors.swanlab import SwanlabMonitor
-from stretto.monitors.swanlab import check_login as check_swanlab
-from stretto.monitors.tensorboard import TensorboardMonitor
-from stretto.monitors.trackio import TrackioMonitor
-from stretto.monitors.wandb import WandbMonitor, check_login
 
 logger = logging.getLogger(__name__)
 
@@ -157,39 +152,35 @@ class BackgroundMonitor(Monitor):
             self._is_built.set()
 
 
-TRACKERS: dict[str, Callable[[Any, Source], Monitor]] = {
-    "wandb": WandbMonitor,
-    "tensorboard": TensorboardMonitor,
-    "trackio": TrackioMonitor,
-    "mlflow": MlflowMonitor,
-    "swanlab": SwanlabMonitor,
-}
-"""By the name of their section, which is also the name of the package that they need."""
+TRACKERS = "stretto.trackers"
+"""The group of entry points with trackers, by the name of their section, which is that of the package they need."""
 WITHOUT_PACKAGE: dict[str, Callable[[Any, Source], Monitor]] = {
     "heartbeat": HeartbeatMonitor,
     "prometheus": PrometheusMonitor,
 }
 
 
-def find_trackers(section: MonitorsSection, *, is_fed_here: bool = True) -> list[str]:
-    """The trackers that have a section and need a package.
+def find_trackers(section: MonitorsSection, *, is_fed_here: bool = True) -> dict[str, type[Tracker]]:
+    """The trackers that have a section and need a package, by name.
 
     is_fed_here: False where other machines feed them, whose login is not known here.
 
-    Raises: ConfigError if the package of one is missing, or W&B or SwanLab has no key.
+    Raises: ConfigError if the package of one is missing, or it needs a key and has none.
     """
-    names = [name for name in TRACKERS if getattr(section, name) is not None]
-    for name in names:
+    offered = addons.registered(TRACKERS)
+    found = {}
+    for name in [name for name in type(section).model_fields if name in offered]:
+        if (settings := getattr(section, name)) is None:
+            continue
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"[monitors.{name}] needs the package {name}, which is not installed; "
                 f"run pip install 'stretto[{name}]' (in a clone: pip install -e '.[{name}]') or remove the section."
             )
-    if section.wandb is not None and is_fed_here:
-        check_login(section.wandb)
-    if section.swanlab is not None and is_fed_here:
-        check_swanlab(section.swanlab)
-    return names
+        found[name] = addons.load(TRACKERS, name, f"[monitors.{name}]")
+        if is_fed_here:
+            found[name].check_login(settings)
+    return found
 
 
 def build_monitors(
@@ -208,38 +199,37 @@ def build_monitors(
     resumed_step: the step after which a resumed run continues; rows of later steps from earlier incarnations of the
     run are superseded. Raises: ConfigError if a tracker's package is missing, or one cannot start a new run.
     """
-    kinds = (TRACKERS | WITHOUT_PACKAGE) if has_trackers else WITHOUT_PACKAGE
-    if has_trackers:
-        find_trackers(section)
+    trackers = find_trackers(section) if has_trackers else {}
     source = Source(run_dir, role, run_name, resumed_step)
     monitors: dict[str, Monitor] = {}
     try:
         monitors["file"] = MetricsFile(run_dir.metrics(role), resumed_step=resumed_step)
     except OSError as error:
         logger.error("monitor file failed and is off from now on: %s", error)
+    kinds: dict[str, Callable[[Any, Source], Monitor]] = {**trackers, **WITHOUT_PACKAGE}
     for name, kind in kinds.items():
         if (settings := getattr(section, name)) is not None:
             monitors[name] = BackgroundMonitor(name, partial(kind, settings, source))
     if resumed_step is None:
-        _check_started(monitors)
+        _check_started(monitors, trackers)
     return Monitors(monitors)
 
 
-def _check_started(monitors: Mapping[str, Monitor]) -> None:
+def _check_started(monitors: Mapping[str, Monitor], trackers: Mapping[str, type[Tracker]]) -> None:
     """Wait for trackers to start; one that takes long goes on in its thread.
 
     Raises: ConfigError with the cause if one cannot start; the others are then closed.
     """
     deadline = time.monotonic() + START_TIMEOUT_S
-    for name, monitor in monitors.items():
-        if name not in TRACKERS or not isinstance(monitor, BackgroundMonitor):
-            continue
+    for name, tracker in trackers.items():
+        monitor = monitors[name]
+        assert isinstance(monitor, BackgroundMonitor)
         error = monitor.wait_built(max(deadline - time.monotonic(), 0.0))
         if error is None:
             continue
         Monitors({other: each for other, each in monitors.items() if other != name}).close()
         cause = f"{type(error).__name__}: {error}".rstrip(". \n")
-        advice = f" ({name.upper()}_MODE=offline writes to files)" if name in ("wandb", "swanlab") else ""
+        advice = f" ({name.upper()}_MODE=offline writes to files)" if tracker.service else ""
         raise ConfigError(
             f"[monitors.{name}] cannot start: {cause}; mend this{advice} or remove the section."
         ) from error

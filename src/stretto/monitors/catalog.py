@@ -108,6 +108,12 @@ tokens_per_s | tokens/s | Sampled tokens of the batch per second of the step.
 trainer/step_s | s | Duration of the step as the trainer measured it.
 trainer/wait_s | s | The trainer's waiting within it.
 trainer/time/step | s | The trainer's `time/step`, see below.
+models/<name>/requests | requests | Asked of a frozen model since the run began, over all its starts.
+models/<name>/cached | requests | The part of them that was answered from the cache.
+models/<name>/failed | requests | The part of them that had no answer, after all retries. | Should be 0.
+models/<name>/prompt_tokens | tokens | Tokens of prompts, as its server counts them.
+models/<name>/completion_tokens | tokens | Tokens of replies.
+models/<name>/cost | price | What they cost, if `prompt_price` or `reply_price` is given. | `max_cost` bounds it.
 progress/rollouts | rollouts | Trained since the run began.
 progress/tokens | tokens | Sampled tokens trained since the run began.
 concurrency/limit | rollouts | Most rollouts in flight, with `concurrency.type = "adaptive"`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
@@ -30,6 +31,8 @@ class HeartbeatMonitor(Monitor):
             urllib.request.urlopen(self._section.url, timeout=TIMEOUT_S).close()
             self._is_failing = False
         except (OSError, ValueError) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()  # an open socket
             if not self._is_failing:
                 logger.warning("monitors.heartbeat.url = %s: %s", self._section.url, error)
             self._is_failing = True

@@ -36,6 +36,21 @@ class Monitor:
         """Write what is pending and free resources."""
 
 
+class Tracker(Monitor):
+    """A monitor of a package of its own, which is fed in a thread."""
+
+    service = ""
+    """The name of the server that asks for a key, unless a variable NAME_MODE says "offline"; "" if none does."""
+
+    @staticmethod
+    def check_login(section: Any) -> str:
+        """How it will run, in words, after a look for what that needs; asks no server.
+
+        Raises: ConfigError if it needs a key, and there is none.
+        """
+        return ""
+
+
 @dataclass(frozen=True)
 class Source:
     """The process whose metrics a monitor gets."""

@@ -104,6 +104,11 @@ def system_prompts(*sections: EnvSection) -> dict[str, str]:
     return {s.name or s.id: s.system_prompt for s in sections if s.system_prompt is not None}
 
 
+def model_names(*sections: EnvSection) -> dict[str, dict[str, str]]:
+    """By environment: what it calls frozen models, and their names in the run."""
+    return {s.name or s.id: s.models for s in sections if s.models}
+
+
 def table_of(cfg: OrchestratorSection | EvalConfig) -> dict[str, Any]:
     """What add-ons say of the run's resolved config, such as the value of every flag of vime: attributes of `args`."""
     run_dir = getattr(cfg, "run_dir", None)
@@ -143,6 +148,8 @@ def build_env(section: EnvSection, logs: Path | None = None, run: RunInfo | None
     name = section.name or section.id
     if run is not None and isinstance(section, TrainEnvSection | EvalEnvSection):
         run = _env_run_info(run, section)
+    if run is not None and section.models:
+        run = replace(run, models={**run.models, **{name: run.model(model) for name, model in section.models.items()}})
     num_workers = section.num_workers or (1 if needs_worker(section.id) else None)
     if num_workers is None:
         return load_environment(section.id, section.args, name, run)

@@ -25,7 +25,17 @@ from stretto.config.sections.orchestrator import EnvSection, SamplingOverrides
 from stretto.data.hub_model import find_config
 from stretto.data.model_file import read_model_file
 from stretto.data.values import describe_value
-from stretto.envs.base import Environment, Message, RunInfo, SingleTurnEnv, Split, needs_worker, prompt_of, tasks_of
+from stretto.envs.base import (
+    Environment,
+    Message,
+    NeedsTokenizer,
+    RunInfo,
+    SingleTurnEnv,
+    Split,
+    needs_worker,
+    prompt_of,
+    tasks_of,
+)
 from stretto.envs.checks import look_into
 from stretto.envs.dataset import Dataset
 from stretto.envs.multi_turn import MultiTurnEnv
@@ -176,7 +186,13 @@ async def _preview(section: EnvSection, looking: _Looking) -> FirstTask:
         return _in_worker(section)
     cfg, renderer = looking.cfg, looking.renderer
     async with AsyncExitStack() as stack:
-        env = open_env(section, Path(), stack, looking.info)
+        try:
+            env = open_env(section, Path(), stack, looking.info)
+        except NeedsTokenizer:
+            if cfg.client.api == "chat" or renderer is not None:
+                raise
+            about = f"environment {name}: it needs the tokenizer of the policy, which is not here"
+            return FirstTask(about, is_made=False)
         first = await _first_task(env, renderer, looking.split, section.system_prompt)
         where = f"environment {name}"
         notes = list(first.notes)
@@ -214,7 +230,12 @@ async def _check_held_out(section: EnvSection, looking: _Looking) -> None:
     if section.num_workers or needs_worker(section.id):
         return
     async with AsyncExitStack() as stack:
-        env = open_env(section, Path(), stack, looking.info)
+        try:
+            env = open_env(section, Path(), stack, looking.info)
+        except NeedsTokenizer:
+            if looking.cfg.client.api == "chat" or looking.renderer is not None:
+                raise
+            return  # said where the first task is looked for
         await _first_task(env, looking.renderer, looking.split, section.system_prompt)
 
 

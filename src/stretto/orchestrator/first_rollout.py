@@ -23,7 +23,7 @@ from stretto.config.sections.orchestrator import EnvSection, SamplingSection
 from stretto.data.values import describe_value
 from stretto.envs.base import Environment, RunInfo, TaskSource, tasks_of
 from stretto.envs.models import Unreachable
-from stretto.orchestrator.build import open_env, places_of, system_prompts
+from stretto.orchestrator.build import model_names, open_env, places_of, system_prompts
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.generate import Completion, GenerateRequest
@@ -97,6 +97,7 @@ async def play(
         timeout_s=timeout_s,
         max_retries=0,
         system_prompts=system_prompts(section),
+        model_names=model_names(section),
         models={name: Unreachable(name) for name in places_of(cfg)},
         failures=failures,
     )
@@ -122,8 +123,11 @@ def same_task(env: Environment, source: TaskSource, split: str) -> Task:
 
 
 def same_name_note(env: Environment, source: TaskSource, first: Task) -> tuple[str, ...]:
-    """A note if the second task has the name of the first; nothing fails by it, but the two are counted as one."""
-    if source.num_tasks == 1 or source.task(1).task_id != first.task_id:
+    """A note if another task has the name of the first; nothing fails by it, but the two are counted as one."""
+    if source.num_tasks == 1:
+        return ()
+    second = source.task(1)
+    if second.task_id != first.task_id or repr(second.data) == repr(first.data):
         return ()
     named = f"environment {env.name}: tasks 0 and 1 have the same task_id, {first.task_id!r}"
     return (f"{named}: curves, pools and pages take them for one task; make it unique, such as str(index)",)

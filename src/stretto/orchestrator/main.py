@@ -36,12 +36,14 @@ from stretto.data.hub_model import fetch, find_config
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.ledger import Ledger, Limits
+from stretto.ledger.reader import LedgerReader
 from stretto.monitors.base import build_monitors
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch import cost_of_model
 from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.build import (
     build_policy_renderer,
+    model_names,
     open_env,
     run_info,
     system_prompts,
@@ -54,6 +56,7 @@ from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.advantages import Baselines, check_overlong
 from stretto.orchestrator.groups.buffer import Bounds, Buffer
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
+from stretto.orchestrator.model_costs import EVENT, Spending, restore
 from stretto.orchestrator.models import ModelClient, open_models
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import (
@@ -62,6 +65,7 @@ from stretto.orchestrator.rollout.teacher import (
     ScoringTeacher,
     Teacher,
     Teachers,
+    Weighted,
     build_privileged_context,
 )
 from stretto.orchestrator.run.loop import Loop
@@ -119,7 +123,7 @@ async def run(cfg: OrchestratorConfig) -> int:
         progress = await loop.run()
     if (verdict := loop.verdict) is not None:
         report("note", text=verdict)
-    summary = summary_of(progress, max_steps=cfg.max_steps, stopped_because=loop.stopped_because)
+    summary = summary_of(progress, max_steps=cfg.max_steps, stopped_because=loop.stopped_because, verdict=verdict)
     cfg.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")
     report("summary", **summary)
     logger.info("done steps=%d in %.1fs: %s", progress.step, progress.wall_s, cfg.run_dir.summary)
@@ -166,7 +170,8 @@ class Wires:
     engines: EngineClient
     control: ControlServer
     sender: Sender
-    teacher_engines: Mapping[str, EngineClient] = field(default_factory=dict)  # by environment
+    # By environment, then by the teacher's name: its engine, and its weight.
+    teacher_engines: Mapping[str, Weighted[EngineClient]] = field(default_factory=dict)
 
 
 async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack) -> Wires:
@@ -192,14 +197,16 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     await sender.open()
     stack.push_async_callback(sender.close)
     stack.callback(announce(cfg))
-    teachers: dict[str, EngineClient] = {}
+    teachers: dict[str, Weighted[EngineClient]] = {}
     clients: dict[str, EngineClient] = {}  # by their section, which several environments may share
     for env in cfg.env:
-        if (section := cfg.teacher_of(env.name or env.id)) is not None:
-            key = section.model_dump_json()
-            if key not in clients:
+        engines_of: dict[str, tuple[EngineClient, float]] = {}
+        for name, (section, weight) in cfg.teachers_of(env.name or env.id).items():
+            if (key := section.model_dump_json()) not in clients:
                 clients[key] = await stack.enter_async_context(build_teacher_client(section))
-            teachers[env.name or env.id] = clients[key]
+            engines_of[name] = (clients[key], weight)
+        if engines_of:
+            teachers[env.name or env.id] = engines_of
     return Wires(engines, control, sender, teachers)
 
 
@@ -208,7 +215,7 @@ def open_models_of(cfg: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, 
     for section in cfg.frozen_models.values():
         if key := os.environ.get(section.api_key_var):
             give_key(urls_of(section), key)
-    return open_models(cfg.frozen_models, stack)
+    return open_models(cfg.frozen_models, stack, cfg.run_dir.replies)
 
 
 def build_loop(
@@ -268,15 +275,28 @@ def build_loop(
         curriculum=curriculum,
         baselines=build_baselines(cfg, envs, progress),
         teachers=build_teachers(cfg, wires, envs, renderer, user_code.info.models),
+        spendings=spendings_of(user_code.info.models, run_dir),
         vocab_size=vocab_size,
     )
     return Loop(parts)
+
+
+def spendings_of(models: Mapping[str, ChatModel], run_dir: RunDir) -> tuple[Spending, ...]:
+    """What the frozen models have been asked in earlier starts of the run.
+
+    Raises: ConfigError if one has cost what it may.
+    """
+    spendings = tuple(model.spending for model in models.values() if isinstance(model, ModelClient))
+    with LedgerReader(run_dir) as reader:
+        restore(spendings, [event["data"] for event in reader.events(EVENT)])
+    return spendings
 
 
 def build_player(
     cfg: OrchestratorConfig, engine: EngineClient, renderer: Renderer, models: Mapping[str, ChatModel] = NO_MODELS
 ) -> Player:
     """Build what plays the rollouts of training, and of the run's evals."""
+    sections = (*cfg.env, *(() if cfg.eval is None else cfg.eval.env))
     return Player(
         engine=engine,
         renderer=renderer,
@@ -286,7 +306,8 @@ def build_player(
         run_id=cfg.run_name,
         timeout_s=cfg.rollout_timeout_s,
         max_retries=cfg.max_rollout_retries,
-        system_prompts=system_prompts(*cfg.env, *(() if cfg.eval is None else cfg.eval.env)),
+        system_prompts=system_prompts(*sections),
+        model_names=model_names(*sections),
         models=models,
     )
 
@@ -344,24 +365,33 @@ def build_teachers(
     build_scoring = partial(ScoringTeacher, max_failures=cfg.max_failed_groups, image_token_id=renderer.image_token_id)
     for env in envs:
         algo = cfg.algo_of(env.name)
+        engines = wires.teacher_engines.get(env.name, {})
         if isinstance(algo, OpdAlgo):
-            by_env[env.name] = build_scoring(wires.teacher_engines[env.name])
+            by_env[env.name] = build_scoring(engines)
         elif isinstance(algo, OpsdAlgo):
             context = build_privileged_context(env, algo, renderer, cfg.algo_path(env.name))
-            by_env[env.name] = build_scoring(wires.engines, privileged_context=context)
+            by_env[env.name] = build_scoring({"policy": (wires.engines, 1.0)}, privileged_context=context)
         elif isinstance(algo, SftAlgo):
             by_env[env.name] = PlayingTeacher(algo.min_reward)
-            players[env.name] = wires.teacher_engines[env.name]
-    engines: dict[str, Awaited] = {}
-    for name, engine in wires.teacher_engines.items():
-        if engine not in engines.values():
-            is_of_algo = getattr(cfg.algo_of(name), "teacher", None) is not None
-            engines[f"orchestrator.env {name}, algo.teacher" if is_of_algo else "orchestrator.teacher"] = engine
-    engines |= {f"models.{name}": model for name, model in models.items() if isinstance(model, ModelClient)}
-    sections = [section for name in wires.teacher_engines if (section := cfg.teacher_of(name)) is not None]
+            [(players[env.name], _)] = engines.values()
+    awaited: dict[str, Awaited] = {}
+    for name, teachers in wires.teacher_engines.items():
+        for teacher, (engine, _) in teachers.items():
+            if engine not in awaited.values():
+                awaited[place_of_teacher(cfg, name, teacher)] = engine
+    asked = {f"models.{name}": model for name, model in models.items() if isinstance(model, ModelClient)}
+    sections = [section for name in wires.teacher_engines for section, _ in cfg.teachers_of(name).values()]
     sections += cfg.frozen_models.values()
     longest = max((section.ready_timeout_s for section in sections), default=0.0)
-    return Teachers(by_env, engines, players, ready_timeout_s=longest)
+    return Teachers(by_env, awaited | asked, players, ready_timeout_s=longest)
+
+
+def place_of_teacher(cfg: OrchestratorSection, env: str, teacher: str) -> str:
+    """The config table of an environment's teacher, for messages."""
+    algo = cfg.algo_of(env)
+    if getattr(algo, "teachers", None):
+        return f"models.{teacher}, teacher of {env}"
+    return f"orchestrator.env {env}, algo.teacher" if getattr(algo, "teacher", None) else "orchestrator.teacher"
 
 
 def vocab_size_of(cfg: OrchestratorSection, renderer: Renderer) -> int | None:

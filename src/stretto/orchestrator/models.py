@@ -1,5 +1,7 @@
 """Clients of the frozen models beside the policy, [models.NAME]: retries, limits, and a cache of greedy replies.
 
+kept_replies.py keeps that cache over starts of a run.
+
 Environments see `ChatModel` of envs/models.py. A model is an engine that the run has started, or any server with
 /chat/completions. A request waits for its turn (max_concurrent, requests_per_minute), then has timeout_s, retries
 included. Two requests at once that are the same are one. What cannot be answered raises: the rollout fails, and is
@@ -13,10 +15,11 @@ import hashlib
 import logging
 import os
 import random
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +30,8 @@ from stretto.config.sections.distill import TEACHER_KEY_VAR, FrozenModelPlace
 from stretto.data.messages import checked_messages
 from stretto.data.pictures import openai_messages
 from stretto.envs.models import ChatModel, ModelReply
+from stretto.orchestrator.kept_replies import KeptReplies
+from stretto.orchestrator.model_costs import Spending
 from stretto.transports.engine import api, http
 
 logger = logging.getLogger(__name__)
@@ -40,7 +45,9 @@ _KEY_REFUSED = ("HTTP 401", "HTTP 403")
 class ModelClient(ChatModel):
     """One frozen model; it belongs to the event loop that first uses it."""
 
-    def __init__(self, name: str, section: FrozenModelPlace, key: str | None = None) -> None:
+    def __init__(
+        self, name: str, section: FrozenModelPlace, key: str | None = None, directory: Path | None = None
+    ) -> None:
         assert isinstance(section.base_url, str), "one address: checked with the config, or filled in by the launcher"
         self.name, self._section = name, section
         self.base_url = chat_url(section.base_url)
@@ -49,8 +56,14 @@ class ModelClient(ChatModel):
         self._http = http.Connections(headers, has_router=True)
         self._turns = asyncio.Semaphore(section.max_concurrent)
         self._next_at = 0.0  # when requests_per_minute lets another one begin
-        self._replies: OrderedDict[bytes, asyncio.Task[ModelReply]] = OrderedDict()
-        self.counts: Counter[str] = Counter()
+        self._source = (section.source or self.base_url).encode()
+        self._kept = KeptReplies(directory and directory / f"{name}.sqlite", section.cache_size)
+        self._replies: OrderedDict[bytes, ModelReply] = OrderedDict(self._kept.load())
+        self._asked: dict[bytes, asyncio.Task[ModelReply]] = {}  # by the requests that are under way
+        self.spending = Spending(name, section)
+        self.counts = self.spending.counts
+        if self._replies:
+            logger.info("models.%s: %d replies are known from before", name, len(self._replies))
 
     async def chat(
         self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any
@@ -71,27 +84,33 @@ class ModelClient(ChatModel):
 
     async def _cached(self, body: bytes) -> ModelReply:
         """The reply to a request, which is sent only if no earlier one was the same."""
-        key = hashlib.sha256(body).digest()
-        is_known = key in self._replies
-        if not is_known:
+        key = hashlib.sha256(self._source + b"\0" + body).digest()
+        if (known := self._replies.get(key)) is not None:
+            self._replies.move_to_end(key)
+            self.counts["cached"] += 1
+            return msgspec.structs.replace(known, is_cached=True)
+        is_asked = key in self._asked
+        if not is_asked:
             # A task of its own: the request goes on for others if the rollout that began it is cancelled.
-            self._replies[key] = asyncio.create_task(self._reply(body))
-            self._replies[key].add_done_callback(partial(self._forget_failure, key))
-            if len(self._replies) > self._section.cache_size:
-                self._replies.popitem(last=False)
-        task = self._replies[key]
-        self._replies.move_to_end(key)
-        self.counts["cached"] += is_known
-        reply = await asyncio.shield(task)
-        return msgspec.structs.replace(reply, is_cached=True) if is_known else reply
+            self._asked[key] = asyncio.create_task(self._reply(body))
+            self._asked[key].add_done_callback(partial(self._keep, key))
+        self.counts["cached"] += is_asked
+        reply = await asyncio.shield(self._asked[key])
+        return msgspec.structs.replace(reply, is_cached=True) if is_asked else reply
 
-    def _forget_failure(self, key: bytes, task: asyncio.Task[ModelReply]) -> None:
-        """Keep no failure, also if nobody waits for it any more."""
-        if (task.cancelled() or task.exception() is not None) and self._replies.get(key) is task:
-            del self._replies[key]
+    def _keep(self, key: bytes, task: asyncio.Task[ModelReply]) -> None:
+        """Keep the reply of a task that has ended, and no failure, also if nobody waits for it any more."""
+        del self._asked[key]
+        if task.cancelled() or task.exception() is not None:
+            return
+        self._replies[key] = task.result()
+        self._kept.add(key, task.result())
+        if len(self._replies) > self._section.cache_size:
+            self._replies.popitem(last=False)
 
     async def _reply(self, body: bytes) -> ModelReply:
         async with self._turns:
+            await self.spending.admit()
             await self._pace()
             timeout_s = self._section.timeout_s
             seen: list[str] = []
@@ -108,8 +127,7 @@ class ModelClient(ChatModel):
                 self.counts["failed"] += 1
                 raise EngineError(f"models.{self.name}: {error}") from error
         reply = self._parsed(answer)
-        self.counts["prompt tokens"] += reply.num_prompt_tokens
-        self.counts["completion tokens"] += reply.num_completion_tokens
+        self.spending.add(reply)
         return reply
 
     async def _pace(self) -> None:
@@ -192,11 +210,13 @@ class ModelClient(ChatModel):
 
     async def close(self) -> None:
         """Close the connections, and say what was asked."""
-        for task in self._replies.values():
+        for task in self._asked.values():
             task.cancel()
+        await asyncio.wait(self._asked.values()) if self._asked else None
+        self._kept.close()
         await self._http.close()
-        if self.counts:
-            logger.info("models.%s: %s", self.name, ", ".join(f"{n} {what}" for what, n in self.counts.items()))
+        if summary := self.spending.summary():
+            logger.info("models.%s: %s", self.name, summary)
 
 
 def _text_of(content: Any) -> Any:
@@ -212,8 +232,10 @@ def chat_url(address: str) -> str:
     return address if urlsplit(address).path.strip("/") else f"{address}/v1"
 
 
-def open_models(sections: Mapping[str, FrozenModelPlace], stack: AsyncExitStack) -> dict[str, ModelClient]:
-    """Clients of the frozen models by name; `stack` closes them.
+def open_models(
+    sections: Mapping[str, FrozenModelPlace], stack: AsyncExitStack, directory: Path | None = None
+) -> dict[str, ModelClient]:
+    """Clients of the frozen models by name; `stack` closes them. Replies are kept in `directory`, if one is given.
 
     Raises: ConfigError for an API key whose environment variable is not set.
     """
@@ -222,7 +244,7 @@ def open_models(sections: Mapping[str, FrozenModelPlace], stack: AsyncExitStack)
         if section.base_url is not None:
             urls = [section.base_url] if isinstance(section.base_url, str) else section.base_url
             one = section.model_copy(update={"base_url": urls[0]})
-            clients[name] = ModelClient(name, one, key_of(name, section))
+            clients[name] = ModelClient(name, one, key_of(name, section), directory)
             stack.push_async_callback(clients[name].close)
     return clients
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from stretto.base.errors import EngineError
-from stretto.check.degrees import cp_style
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import Optim
 from stretto.models import hub
@@ -38,6 +37,7 @@ from stretto.trainer.optim.build import (
 )
 from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.precision import apply_fp8
+from stretto.trainer.parallel.scores import shares_prefixes
 from stretto.trainer.parallel.shard import parallelise
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo, add_prefix, check_same_model, select_prefix
@@ -89,9 +89,7 @@ class Network:
         else:
             self.weights = parallelise(module, self.mesh, model)
         self.optimizer = build_optimizer(self.weights, optim, offloads_state=model.optim_cpu_offload)
-        is_ring = self.mesh.degrees.cp > 1 and cp_style(model, module.config) == "ring"
-        # On a GPU one flash kernel over whole documents is faster than a call per shape of segment.
-        self.shares_prefixes = self.mesh.device.type == "cpu" and module.shares_prefixes and not is_ring
+        self.shares_prefixes = shares_prefixes(module, self.mesh, model)
 
     # -- passes --
 

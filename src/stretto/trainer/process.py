@@ -73,17 +73,26 @@ def rank_process(cfg: TrainerConfig, role: str, *, reaches: str | None = None) -
         yield stop
 
 
+def choose_kernels(trainer: Any) -> None:
+    """Products and sums as `matmul_precision` and `is_deterministic` say; before the GPU is used."""
+    torch.set_float32_matmul_precision(trainer.matmul_precision)
+    if trainer.is_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # filled anyway
+
+
 @contextmanager
 def prepared_rank(
     cfg: Any, role: str, trainer: Any, *, group_timeout_s: float, reaches: str | None = None
 ) -> Iterator[StopFlag]:
     """A rank of any role: log, threads, signals and its group; yields the stop flag.
 
-    cfg: any root with run_dir and log. trainer: the section with num_threads and matmul_precision.
+    cfg: any root with run_dir and log. trainer: the section with num_threads, matmul_precision and is_deterministic.
     """
     log.setup(rank_name(role), cfg.run_dir, cfg.log.level, cfg.log.json_logging)
     torch.set_num_threads(choose_threads(trainer.num_threads))
-    torch.set_float32_matmul_precision(trainer.matmul_precision)
+    choose_kernels(trainer)
     keep_freed_memory()
     signal.signal(signal.SIGTERM, _exit_cleanly)
     with (

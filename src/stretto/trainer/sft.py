@@ -51,7 +51,7 @@ from stretto.monitors.steps import Throughput
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.sft_data import ExampleOrder, Examples, load_examples, pack
 from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
-from stretto.trainer.process import StopFlag, stop_on_signal
+from stretto.trainer.process import StopFlag, choose_kernels, stop_on_signal
 from stretto.trainer.publish.export import export_weights, prune_exports
 from stretto.trainer.publish.online_evals import OnlineEvals
 from stretto.trainer.ranks.mesh import (
@@ -90,7 +90,7 @@ def main(cfg: SFTConfig) -> int:
         for line in changes_since if is_lead_process() else []:
             logger.info("changed since the run was last started: %s", line)
         torch.set_num_threads(choose_threads(cfg.num_threads))
-        torch.set_float32_matmul_precision(cfg.matmul_precision)
+        choose_kernels(cfg)
         torch.manual_seed(cfg.seed)
         snapshots = MemorySnapshots(cfg.memory_profiler_path, rank_name(ROLE))
         session = build_session(cfg, start)

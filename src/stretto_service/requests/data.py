@@ -16,8 +16,8 @@ import numpy as np
 
 from stretto.base.errors import DataError
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import SumLoss
 from stretto_service.requests.protobuf import Datum
+from stretto_service.wires.operations import SumLoss
 
 if TYPE_CHECKING:
     from jaxtyping import Float32

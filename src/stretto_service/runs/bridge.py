@@ -31,12 +31,12 @@ from stretto.monitors.steps import StepClock
 from stretto.records.codec import encode
 from stretto.records.control import Bye, CheckpointBegun, CheckpointSaved, Register, VersionReady
 from stretto.records.sample import MicroBatch, TrainBatch
-from stretto.records.tenants import TenantWork
 from stretto.records.token_counts import counts_of_step
 from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.orchestrator import Orchestrator
-from stretto.transports.service import CreateRun, ServiceRun, encode_work, find_token
 from stretto_service.runs.client import spec_of
+from stretto_service.wires.operations import TenantWork
+from stretto_service.wires.service import CreateRun, ServiceRun, encode_work, find_token
 
 logger = logging.getLogger(__name__)
 

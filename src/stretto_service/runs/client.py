@@ -8,9 +8,9 @@ from typing import Any
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.run import name_at_service
 from stretto.data.hub_model import find_local
-from stretto.records.tenants import TenantSpec
-from stretto.transports import service
-from stretto.transports.service import CheckRun
+from stretto_service.wires import service
+from stretto_service.wires.operations import TenantSpec
+from stretto_service.wires.service import CheckRun
 
 
 def spec_of(cfg: TrainerConfig) -> TenantSpec:

@@ -25,12 +25,12 @@ from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.files import write_atomic
 from stretto.config.load import load
 from stretto.config.root import RLConfig
-from stretto.transports.service import CheckRun, CreateRun
 from stretto_service.access import User
 from stretto_service.hub import Hub
 from stretto_service.runs.client import request_of
 from stretto_service.runs.register import GONE, check_run, register
 from stretto_service.store import Run
+from stretto_service.wires.service import CheckRun, CreateRun
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The routes of transports/service.py under `/v1/runs`: runs whose clients do not speak the Tinker API."""
+"""The routes of wires/service.py under `/v1/runs`: runs whose clients do not speak the Tinker API."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 
 from aiohttp import web
 
-from stretto.transports import service
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.completions import encode_completions
-from stretto.transports.service import CreateRun
 from stretto_service.engines import request_of_sampler
 from stretto_service.hub import USER, Routes, answer, read, read_generate
 from stretto_service.runs.register import check_free, register
 from stretto_service.store import Run, Sampler
+from stretto_service.wires import service
+from stretto_service.wires.service import CreateRun
 
 KINDS = ("batch", "step", "publish", "save", "load")
 

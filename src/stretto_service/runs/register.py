@@ -8,14 +8,14 @@ from uuid import uuid4
 
 import msgspec
 
-from stretto.records.tenants import TenantSpec
 from stretto.transports.engine.api import Refusal
-from stretto.transports.service import CheckRun, CreateRun
 from stretto_service.access import User
 from stretto_service.hub import Hub
 from stretto_service.runs.client import tokenizer_digest
 from stretto_service.store import Run
 from stretto_service.training.checkpoints import check_name
+from stretto_service.wires.operations import TenantSpec
+from stretto_service.wires.service import CheckRun, CreateRun
 
 GONE = ("ended", "failed")
 

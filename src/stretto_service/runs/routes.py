@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from stretto.transports.service import CHECK, END_NAMED, CheckRun
 from stretto_service.access import User
 from stretto_service.hub import USER, Hub, Routes, answer, read
 from stretto_service.runs.register import GONE, check_run
 from stretto_service.store import Run
+from stretto_service.wires.service import CHECK, END_NAMED, CheckRun
 
 
 def find_run(hub: Hub, user: User, name: str) -> Run:

@@ -14,7 +14,7 @@ from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, Loss, Los
 from stretto.config.sections.model import LORA_TARGETS, LoRASection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler, Optim, Scheduler
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import TenantSpec, TenantWork
+from stretto_service.wires.operations import TenantSpec, TenantWork
 
 if TYPE_CHECKING:
     from jaxtyping import Int

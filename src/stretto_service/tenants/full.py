@@ -13,10 +13,10 @@ from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
-from stretto.records.tenants import TenantSpec
 from stretto.trainer.ranks.mesh import Mesh
 from stretto_service.tenants.layers import AdaptableLayers
 from stretto_service.tenants.tenant import Place, Tenant
+from stretto_service.wires.operations import TenantSpec
 
 
 class BaseWeights:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stretto.algorithms.kl import MAX_LOG_RATIO
 from stretto.algorithms.losses import TokenStreams, weighted_sum
-from stretto.records.tenants import SumLoss
+from stretto_service.wires.operations import SumLoss
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped

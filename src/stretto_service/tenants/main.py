@@ -21,12 +21,12 @@ from stretto.base.secret import load_secret
 from stretto.base.status import is_supervised, report
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.records.control import Register
-from stretto.records.tenants import BASE_WEIGHTS, RankFailed, Shutdown
 from stretto.trainer.learner import find_tokenizer, find_tokens, load_policy
 from stretto.trainer.process import StopFlag, prepared_rank
 from stretto.trainer.ranks.mesh import build_mesh, num_ranks
-from stretto.transports.tenants import TenantClient
-from stretto_service.tenants.tenants import Tenants, service_model
+from stretto_service.tenants.tenants import Tenants
+from stretto_service.wires.operations import BASE_WEIGHTS, RankFailed, Shutdown
+from stretto_service.wires.tenants import TenantClient
 
 if TYPE_CHECKING:
     from stretto.config.root import ServeConfig
@@ -65,11 +65,8 @@ def _wait_for_hub(number: int, frame: FrameType | None) -> None:
 
 
 def build_tenants(cfg: ServeConfig) -> Tenants:
-    """The backbone of [model] on this rank, without tenants.
-
-    Raises: ConfigError for settings that a service's backbone does not have.
-    """
-    model = service_model(cfg.model)
+    """The backbone of [model] on this rank, without tenants."""
+    model = cfg.model.model_copy(update={"ep": 1})
     directory = find_tokenizer(model, cfg.tokenizer, cfg.run_dir)
     policy = load_policy(model, may_be_meta=True, **find_tokens(load_tokenizer(directory)))
     logger.info("%d parameters, %d ranks", sum(p.numel() for p in policy.parameters()), num_ranks())

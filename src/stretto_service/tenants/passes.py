@@ -5,7 +5,8 @@
 Without a limit of tokens every piece is a group, computed as in a run with one tenant. With a limit, pieces of several
 tenants share a pass: their inputs are ordered tenant by tenant, and attention, experts and losses of a tenant do not
 see those of others. Ranks make the same number of passes, since they gather each other's shards; a rank without data
-computes two tokens and ignores the result.
+computes two tokens and ignores the result. Ranks of cp have the same micro batches, and a
+pass for each.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
 from stretto.records.sample import MicroBatch
 from stretto.records.support import concat_supports
-from stretto.records.tenants import Pass, TenantResult, TenantWork
 from stretto.records.token_counts import TokenCounts, counts_of_step, weigh_by_rollout
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs
-from stretto.trainer.parallel.scores import compute_logprobs
+from stretto.trainer.parallel.scores import compute_logprobs, shares_prefixes
 from stretto.trainer.ranks.mesh import Mesh
 from stretto_service.tenants.checks import check_micro_batch, read_loss
 from stretto_service.tenants.layers import Turn
 from stretto_service.tenants.losses import needs_sample_index, sum_loss
 from stretto_service.tenants.tenant import Tenant
+from stretto_service.wires.operations import Pass, TenantResult, TenantWork
 
 
 @dataclass
@@ -80,8 +81,9 @@ class Passes:
         self.policy, self.turn, self.mesh = policy, turn, mesh
         self._model, self._reshard = model, reshard
         self._vision = policy.config.vision if isinstance(policy, Decoder) else None
-        self._can_mix = isinstance(policy, Decoder)
-        self._shares_prefixes = mesh.device.type == "cpu" and policy.shares_prefixes
+        # A rank of cp has tokens from all over a row, which are not ranges of tenants.
+        self._can_mix = isinstance(policy, Decoder) and mesh.degrees.cp == 1
+        self._shares_prefixes = shares_prefixes(policy, mesh, model)
         if mesh.world_size > 1:
             embedding = next(module for module in policy.modules() if isinstance(module, nn.Embedding))
             embedding.register_forward_hook(_with_gradient)

@@ -25,13 +25,13 @@ from stretto.models import hub
 from stretto.models.lora import Adapter, fill_uniform, peft_name
 from stretto.models.moe import EXPERT_PARAMETERS
 from stretto.models.tensor_map import TensorSlice
-from stretto.records.tenants import AdamSettings, TenantMemory, TenantSpec
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.optim.build import MasterWeights, allocate_optimizer_slices, build_optimizer, optimizer_slices
 from stretto.trainer.optim.schedule import learning_rate
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import LearnerState, StateSource, add_prefix, check_same_model, select_prefix
 from stretto_service.tenants.layers import AdaptableLayers, Pair, TenantLinear
+from stretto_service.wires.operations import AdamSettings, TenantMemory, TenantSpec
 
 Place = Literal["device", "host", "disk"]
 

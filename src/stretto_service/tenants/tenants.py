@@ -1,4 +1,4 @@
-"""One frozen backbone and its tenants on one rank: executes the operations of records/tenants.py.
+"""One frozen backbone and its tenants on one rank: executes the operations of wires/operations.py.
 
 Every rank has the same tenants and executes the same operations in the same order, so that all ranks decide alike
 (which tenant's memory is put away, whether a gradient is finite). What one rank alone can see, such as a file that
@@ -21,7 +21,20 @@ from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.models import hub
 from stretto.models.hf import Policy
 from stretto.models.lora import save_adapter
-from stretto.records.tenants import (
+from stretto.records.weight_manifest import MANIFEST
+from stretto.trainer.parallel.memory import prepare_blocks
+from stretto.trainer.parallel.precision import apply_fp8
+from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise
+from stretto.trainer.publish.export import new_directory
+from stretto.trainer.ranks.mesh import Mesh
+from stretto.trainer.state.checkpoint import SCHEMA, SavedState, write_directory
+from stretto.transports.weights.filesystem import describe_files
+from stretto_service.tenants.checks import read_spec
+from stretto_service.tenants.full import BaseWeights, FullTenant
+from stretto_service.tenants.layers import AdaptableLayers, Turn, prepare_layers
+from stretto_service.tenants.passes import Passes
+from stretto_service.tenants.tenant import Place, Tenant
+from stretto_service.wires.operations import (
     CreateTenant,
     Done,
     DropGradients,
@@ -39,19 +52,6 @@ from stretto.records.tenants import (
     TenantResult,
     TenantSpec,
 )
-from stretto.records.weight_manifest import MANIFEST
-from stretto.trainer.parallel.memory import prepare_blocks
-from stretto.trainer.parallel.precision import apply_fp8
-from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise
-from stretto.trainer.publish.export import new_directory
-from stretto.trainer.ranks.mesh import Mesh
-from stretto.trainer.state.checkpoint import SCHEMA, SavedState, write_directory
-from stretto.transports.weights.filesystem import describe_files
-from stretto_service.tenants.checks import read_spec
-from stretto_service.tenants.full import BaseWeights, FullTenant
-from stretto_service.tenants.layers import AdaptableLayers, Turn, prepare_layers
-from stretto_service.tenants.passes import Passes
-from stretto_service.tenants.tenant import Place, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Tenants:
         trains_all: bool = False,
         tokenizer_dir: Path | None = None,
     ) -> None:
-        """model: as `service_model` returns it. max_rank: the largest rank of an adapter.
+        """model: its `ep` is 1. max_rank: the largest rank of an adapter.
 
         max_resident: the most tenants whose tensors are on the device; None: all. swap_folder: where the others are
         kept if the device is the CPU; with a GPU they are kept in host memory. trains_all: there is one tenant at a
@@ -316,24 +316,6 @@ class Tenants:
             swaps_in=self._num_in,
             swap_s=self._swap_s,
         )
-
-
-def service_model(model: ModelSection) -> ModelSection:
-    """[model] of a service's backbone.
-
-    Raises: ConfigError for settings that one backbone for many tenants does not have.
-    """
-    for key, what in (("tp", "layers"), ("cp", "rows"), ("ep", "experts")):
-        if getattr(model, key) not in (1, "auto"):
-            raise ConfigError(
-                f"[model] {key} = {getattr(model, key)} cuts {what} over ranks, and the backbone of a service is "
-                "spread over data-parallel ranks only; remove it"
-            )
-    if model.compile is not None:
-        raise ConfigError("[model.compile]: layers of a service change with its tenants; remove it")
-    if model.lora is not None:
-        raise ConfigError("[model.lora]: every run of a service brings its own adapter; remove it")
-    return model.model_copy(update={"ep": 1})
 
 
 def _size(tenant: Tenant) -> dict[str, float]:

@@ -13,13 +13,13 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
-from stretto.records.tenants import TenantSpec
 from stretto.transports.engine.api import Refusal
 from stretto_service.access import User
 from stretto_service.futures import Future
 from stretto_service.hub import USER, Routes, answer, read
 from stretto_service.requests import bodies, protobuf
 from stretto_service.store import Run, Session
+from stretto_service.wires.operations import TenantSpec
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,14 @@ import msgspec
 import numpy as np
 
 from stretto.base.errors import DataError
-from stretto.records.tenants import (
+from stretto.transports.engine import api
+from stretto.transports.engine.api import Refusal
+from stretto_service.futures import Future
+from stretto_service.requests import bodies, data, protobuf
+from stretto_service.store import Run
+from stretto_service.training.scheduler import Share
+from stretto_service.wires import service
+from stretto_service.wires.operations import (
     AdamSettings,
     ExportAdapter,
     LoadTenant,
@@ -27,13 +34,6 @@ from stretto.records.tenants import (
     TenantResult,
     TenantWork,
 )
-from stretto.transports import service
-from stretto.transports.engine import api
-from stretto.transports.engine.api import Refusal
-from stretto_service.futures import Future
-from stretto_service.requests import bodies, data, protobuf
-from stretto_service.store import Run
-from stretto_service.training.scheduler import Share
 
 
 @dataclass(frozen=True)
@@ -244,18 +244,19 @@ def operation(job: Job, directory: str | None) -> Any:
     raise AssertionError(f"a job of kind {job.kind}")
 
 
-def assign(shares: Sequence[Share], num_ranks: int) -> list[dict[str, list[int]]]:
-    """The micro batches of each rank, by run: each one goes to the rank with the fewest tokens so far."""
-    load = [0] * num_ranks
-    units: list[dict[str, list[int]]] = [
-        {share.request.payload.run.id: [] for share in shares} for _ in range(num_ranks)
-    ]
+def assign(shares: Sequence[Share], num_ranks: int, cp: int = 1) -> list[dict[str, list[int]]]:
+    """The micro batches of each rank, by run: each one goes to the ranks with the fewest tokens so far.
+
+    cp: how many neighbours among the ranks share each micro batch.
+    """
+    load = [0] * (num_ranks // cp)
+    units: list[dict[str, list[int]]] = [{share.request.payload.run.id: [] for share in shares} for _ in load]
     for share in shares:
         for unit in range(share.start, share.stop):
             rank = load.index(min(load))
             load[rank] += share.request.units[unit]
             units[rank][share.request.payload.run.id].append(unit)
-    return units
+    return [own for own in units for _ in range(cp)]
 
 
 def passes_of(shares: Sequence[Share], units: Sequence[dict[str, list[int]]], max_tokens: int) -> list[Pass]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import DataError, StrettoError
-from stretto_service.futures import Futures, Result
+from stretto_service.futures import Futures, Result, without_paths
 from stretto_service.store import Run, Store
 from stretto_service.training.jobs import WRITES, Job, Limits, read_job
 from stretto_service.training.journal import REFUSED, Journal
@@ -76,7 +76,7 @@ class Places:
             self.admit(run)
         except (OSError, ValueError, DataError) as error:
             logger.exception("%s cannot continue", run.id)
-            run.state, run.reason = "failed", f"its files cannot be read: {error}"
+            run.state, run.reason = "failed", without_paths(f"its files cannot be read: {error}")
             self._store.put(run)
             self._futures.fail(run.id, Result.failed(f"{run.id}: {run.reason}"))
 
@@ -152,7 +152,7 @@ class Places:
         run = tenant.run
         run.state = state
         if not run.is_held:  # else the reason says why the admin has frozen it
-            run.reason = reason
+            run.reason = without_paths(reason)
         self._store.put(run)
         jobs = [request.payload for request in self.queue.remove(run_id)]
         jobs += [job for job in tenant.early.values() if job is not None]

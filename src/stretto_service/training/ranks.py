@@ -13,7 +13,7 @@ from pathlib import Path
 from stretto.base.errors import StrettoError
 from stretto.base.secret import Secret
 from stretto.config.root import ServeConfig
-from stretto.transports.tenants import TenantServer
+from stretto_service.wires.tenants import TenantServer
 
 logger = logging.getLogger(__name__)
 

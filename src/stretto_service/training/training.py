@@ -19,11 +19,9 @@ from typing import Any
 from stretto.base.errors import EngineError, StrettoError, WireError
 from stretto.base.secret import Secret
 from stretto.config.root import ServeConfig
-from stretto.records.tenants import CreateTenant, Done, DropGradients, RemoveTenant, TenantResult
 from stretto.transports.engine.api import Refusal
-from stretto.transports.tenants import TenantServer
 from stretto_service.access import check_bytes
-from stretto_service.futures import Future, Futures, Result
+from stretto_service.futures import Future, Futures, Result, without_paths
 from stretto_service.store import Audit, Run, Store
 from stretto_service.training.checkpoints import Checkpoints
 from stretto_service.training.jobs import WRITES, Job, Limits, assign, operation, passes_of, read_job
@@ -33,6 +31,8 @@ from stretto_service.training.ranks import connected_ranks
 from stretto_service.training.scheduler import Share, TrainQueue
 from stretto_service.training.suspects import KILLS, Suspects
 from stretto_service.usage import Meter
+from stretto_service.wires.operations import CreateTenant, Done, DropGradients, RemoveTenant, TenantResult
+from stretto_service.wires.tenants import TenantServer
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class Training:
             return
         run.is_held |= by_admin or by_file
         run.is_held_by_file = by_file
-        run.reason = reason
+        run.reason = without_paths(reason)
         if run.state != "evicted":  # else it stays away
             run.state = "frozen"
         self._store.put(run)
@@ -317,7 +317,7 @@ class Training:
         passes = [share for share in shares if share.request.is_pass]
         sent: list[tuple[Sequence[Share], list[dict[str, list[int]]], asyncio.Future[list[Done]]]] = []
         if passes:
-            units = assign(passes, self._cfg.trainer.num_ranks)
+            units = assign(passes, self._cfg.trainer.num_ranks, self._cfg.model.cp)
             max_tokens = self._cfg.service.max_tokens_per_pass or self._cfg.seq_len
             sent.append((passes, units, await server.submit(passes_of(passes, units, max_tokens))))
         for share in shares:
@@ -482,7 +482,7 @@ class Training:
         logger.error("%s is given up: %s", run.id, reason)
         if job.kind == "create":
             run.is_held = run.saved is not None
-            run.reason = reason
+            run.reason = without_paths(reason)
             self.places.answer(job, Result.failed(f"{run.id}: {reason}"))
             self._drop(run, "evicted" if run.is_held else "failed", reason)
             return

@@ -17,6 +17,7 @@ from typing import Any
 
 from stretto.api import state
 from stretto.base.errors import StrettoError
+from stretto.base.files import read_json
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.catalog import find_metric
 from stretto.monitors.file import newest_rows
@@ -43,7 +44,7 @@ _OPEN_DRAWS = """
 
 
 def now(run: OpenRun) -> dict[str, Any]:
-    """State, latest metrics, shares of waiting, queues, machine, warnings."""
+    """State, whether it learned, latest metrics, shares of waiting, queues, machine, warnings."""
     run.tokenizer_within(0.0)  # the view of rollouts, which may come next, needs it
     about = state.describe(run.dir)
     own = next((rows for role in state.ROLES if (rows := newest_rows(run.dir.metrics(role), _RECENT + 1))), [])
@@ -57,6 +58,8 @@ def now(run: OpenRun) -> dict[str, Any]:
         "engines": engines(run) if about["state"] == "running" and run.dir.ledger.exists() else [],
         "machine": machine(run.path) if about["state"] == "running" else None,
         "warnings": warnings(run.dir),
+        # While a run goes on again, its summary is that of its start before.
+        "verdict": None if about["state"] == "running" else read_json(run.dir.summary).get("verdict"),
     }
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from stretto.vime.reward_types import RM_TYPES, WITH_ENTRIES
+from stretto_vime.flags import mesh
 from stretto_vime.flags.flag import Values
 from stretto_vime.flags.groups import BY_NAME
 from stretto_vime.flags.groups.cluster import is_on_one_node
 from stretto_vime.flags.groups.learning import GROUP_NORMALISED, PLUS_PLUS
-from stretto_vime.flags.groups.megatron import expert_ranks
 from stretto_vime.flags.groups.rollout import (
     ASYNC_ROLLOUT,
     DEFAULT_ROLLOUT,
@@ -100,6 +100,7 @@ IDLE = (
     "--recompute-method --recompute-granularity", "--recompute-num-layers --recompute-granularity",
     "--moe-router-bias-update-rate --moe-router-enable-expert-bias", "--fp8-recipe --fp8-format",
     "--opsm-delta --use-opsm", "--opd-type --use-opd",
+    "--opd-kl-coef --use-opd", "--opd-teacher-load --use-opd", "--opd-teacher-ckpt-step --use-opd",
 )  # fmt: skip
 """Flags that do nothing without another."""
 COUNTS = ("--num-rollout", "--num-epoch", "--rollout-batch-size", "--n-samples-per-prompt", "--num-steps-per-rollout",
@@ -164,8 +165,9 @@ CLASHES: tuple[Clash, ...] = (
     Clash("--n-samples-per-prompt --advantage-estimator",
           lambda v: v.n_samples_per_prompt == 1 and _compares_groups(v) and not v.has(*OWN_ADVANTAGES),
           "{0}: every advantage would be 0, for {1} compares the replies to a prompt; use 2 or more"),
-    Clash("--loss-type", lambda v: v.loss_type == "sft_loss",
-          "{0}: fine-tuning on conversations is `sft @ sft.toml`"),
+    Clash("--disable-compute-advantages-and-returns --loss-type",
+          lambda v: v.disable_compute_advantages_and_returns,
+          "{0}: {1} needs advantages; leave it out, or use --loss-type sft_loss"),
     Clash("--loss-type --custom-loss-function-path",
           lambda v: v.loss_type == "custom_loss" and v.custom_loss_function_path is None,
           "{0} needs {1}: give the function that is the loss"),
@@ -219,10 +221,6 @@ NOTES: tuple[Clash, ...] = (
           "{0} does nothing while a rollout is one update: the ratio is 1; --global-batch-size makes several"),
     Clash("--kl-loss-coef", lambda v: v.use_kl_loss and not v.kl_loss_coef,
           "{0}: no reference is loaded, and no divergence reported"),
-    Clash("--expert-model-parallel-size --tensor-model-parallel-size",
-          lambda v: expert_ranks(v) != v.expert_model_parallel_size,
-          "{0}: the ranks of {1} do not divide the experts among them; fewer ranks share them, which shard their "
-          "weights, and results are the same"),
     Clash("--kl-loss-type --use-unbiased-kl", lambda v: v.use_kl_loss and v.kl_loss_coef and v.kl_loss_type == "k1"
           and not v.use_unbiased_kl, "{0}: its gradient is zero on average, so that it does not hold the policy to the "
           "reference; k3 and low_var_kl do, and {1}"),
@@ -290,6 +288,7 @@ def notes(flags: Values) -> Iterator[str]:
             is_word = flag.note[1:2].islower() or flag.note[1:2] == " "
             yield f"{typed}: {flag.note[0].lower() if is_word else flag.note[0]}{flag.note[1:-1]}"
     yield from (each.message(flags) for each in NOTES if each.when(flags))
+    yield from mesh.notes(flags)
     if not is_on_one_node(flags):
         yield from _moved_placeholders(flags)
 

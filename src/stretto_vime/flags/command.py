@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from stretto.base.errors import ConfigError, StrettoError, meant_path
 from stretto.config.load import build, dump
 from stretto.config.reading.draft import dotted_to_path
-from stretto.config.root import RLConfig
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.section import KeyPath, nest
 from stretto.data.records import read_records
 from stretto_vime.files.models import read_models
+from stretto_vime.flags import fine_tuning
 from stretto_vime.flags.clashes import clashes, notes
 from stretto_vime.flags.flag import Setting, Values, attribute_of, listed
 from stretto_vime.flags.groups import BY_NAME, PARTS
@@ -31,10 +32,13 @@ HIDDEN = {
 """Flags that name a place, are secret, or whose value the plan resolves; functions find the resolved value."""
 
 
+Root = TypeVar("Root", RLConfig, SFTConfig)
+
+
 class Command(NamedTuple):
     """What a command line means."""
 
-    config: RLConfig
+    config: RLConfig | SFTConfig
     notes: list[str]
     """Flags that do nothing here, each with the reason."""
     names: FlagNames
@@ -52,6 +56,8 @@ def read_command(words: Sequence[str]) -> Command:
     """
     flags, passed = read(words)
     flags.conversions = {}
+    if fine_tuning.is_fine_tuning(flags):
+        return _fine_tuning(flags)
     if flags.colocate:  # trainer and engines share their GPUs
         flags.rollout_num_gpus = flags.actor_num_nodes * flags.actor_num_gpus_per_node
     if problems := [*_missing_files(flags), *clashes(flags), *mismatches(flags)]:
@@ -65,15 +71,34 @@ def read_command(words: Sequence[str]) -> Command:
             problems.append(str(error))
     if problems:  # two parts may find the same problem
         raise ConfigError(listed([*dict.fromkeys(problems)]))
-    cfg = _build(flags, settings)
+    cfg = _build(flags, settings, RLConfig)
     if (unseen := _unseen(flags, cfg)) and (places := argument_tables(flags)):
         further = flags.extra | unseen
         kept = [each for each in settings if each.path not in places]
         known = {each.path: each.value for each in settings if each.path in places}
         settings = [*kept, *(Setting(path, further | known.get(path, {}), tuple(flags.given)) for path in places)]
-        cfg = _build(flags, settings)
+        cfg = _build(flags, settings, RLConfig)
     _check_new(flags, cfg)
-    said = [*flags.overridden, *_starts(flags), *notes(flags)]
+    return _command(cfg, [*flags.overridden, *_starts(flags), *notes(flags)], flags, settings)
+
+
+def _fine_tuning(flags: Values) -> Command:
+    """What a command line with --loss-type sft_loss means.
+
+    Raises: ConfigError listing what is missing or cannot be.
+    """
+    if problems := [*_missing_files(flags), *fine_tuning.problems(flags), *mismatches(flags)]:
+        raise ConfigError(listed(problems))
+    _resolve(flags)
+    fine_tuning.resolve(flags)
+    settings = fine_tuning.settings(flags, [*_copied(flags)])
+    cfg = _build(flags, settings, SFTConfig)
+    _check_new(flags, cfg)
+    said = [*flags.overridden, *_starts(flags), *fine_tuning.notes(flags, settings)]
+    return _command(cfg, said, flags, settings)
+
+
+def _command(cfg: RLConfig | SFTConfig, said: list[str], flags: Values, settings: Sequence[Setting]) -> Command:
     said += (f"{place} is converted first, to {target}" for place, target in flags.conversions.items())
     return Command(cfg, said, FlagNames(flags, settings), environment(flags), flags.conversions)
 
@@ -86,7 +111,7 @@ def _missing_files(flags: Values) -> Iterator[str]:
         yield f"{flags.given['--prompt-data']}: no such file{meant_path(file)}"
 
 
-def _check_new(flags: Values, cfg: RLConfig) -> None:
+def _check_new(flags: Values, cfg: RLConfig | SFTConfig) -> None:
     """Raises: ConfigError if the run exists, and --load does not continue it."""
     step = cfg.run_dir.latest_complete_checkpoint()
     if cfg.resume is not None or cfg.print_config or not step:
@@ -160,7 +185,7 @@ def _copied(flags: Values) -> Iterator[Setting]:
             yield from (Setting(key, value, (flag.name,)) for key in flag.keys)
 
 
-def _build(flags: Values, settings: Sequence[Setting]) -> RLConfig:
+def _build(flags: Values, settings: Sequence[Setting], root: type[Root]) -> Root:
     values: dict[KeyPath, Any] = {}
     sources: dict[KeyPath, str] = {}
     for each in settings:
@@ -172,7 +197,7 @@ def _build(flags: Values, settings: Sequence[Setting]) -> RLConfig:
         if getattr(flags, name):
             values[(name,)] = True
     names = FlagNames(flags, settings)
-    return build(RLConfig, nest(_without_empty_tables(values)), sources=sources, verb="vime", reword=names.reword)
+    return build(root, nest(_without_empty_tables(values)), sources=sources, verb="vime", reword=names.reword)
 
 
 def _without_empty_tables(values: dict[KeyPath, Any]) -> dict[KeyPath, Any]:

@@ -1,4 +1,4 @@
-"""What flags of Megatron's say about mixtures, latent attention and scaled rotary embeddings, read from config.json.
+"""What flags of Megatron's say about mixtures, attention, activations and rotary embeddings, read from config.json.
 
 Each function gives what config.json says, and None where it does not say it or the family is unknown.
 """
@@ -88,6 +88,31 @@ def rotary(name: str) -> Callable[[Config], Any]:
             if isinstance(entries := config.get(table), Mapping) and entries.get(name) is not None:
                 return entries[name]
         return None
+
+    return read
+
+
+def rope_type(config: Config) -> str | None:
+    """How rotary embeddings are scaled, `rope` for not at all; None if config.json has no rotary embeddings."""
+    kind = rotary("rope_type")(config) or rotary("type")(config)
+    if kind is None and config.get("rope_theta") is None and rotary("rope_theta")(config) is None:
+        return None
+    return "rope" if kind in (None, "default") else str(kind)
+
+
+def is_window(typed: str, known: int) -> bool:
+    """Is --window-size, `128,0` or `(127, 0)`, this sliding window? Megatron-LM does not count the token itself."""
+    first = typed.strip("([ ").split(",")[0]
+    return first.isdigit() and int(first) in (known, known - 1)
+
+
+def is_activation(*names: str) -> Callable[[Config], bool | None]:
+    """The reader of whether hidden_act is one of these; None where the family bounds it in its own way."""
+
+    def read(config: Config) -> bool | None:
+        if config.get("hidden_act") is None or config.get("swiglu_limit") is not None:
+            return None
+        return config["hidden_act"] in names
 
     return read
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.families.table import traits_of
+from stretto.families.table import VISION_FAMILIES, traits_of
 from stretto_vime.flags import mixture
 from stretto_vime.flags.flag import Flag, Kind, Values
 
@@ -151,6 +151,40 @@ SHAPES: dict[str, Shape] = {
     "--mscale": Shape("number", "rope_scaling.mscale", "Scale of scores in longer texts.", mixture.rotary("mscale")),
     "--mscale-all-dim": Shape("number", "rope_scaling.mscale_all_dim", "The same for all dimensions.",
                               mixture.rotary("mscale_all_dim")),
+    "--rope-type": Shape("text", "rope_scaling.type", "Kind of rotary embedding.", mixture.rope_type,
+                         lambda typed, known: (typed == "yarn") == (known == "yarn")),
+    "--use-rope-scaling": Shape("switch", "rope_scaling.type", "Scaled rotary embeddings.",
+                                lambda c: _map({"type": mixture.rope_type(c)}, "type", lambda kind: kind != "rope")),
+    "--rope-scaling-factor": Shape("number", "rope_scaling.factor", "Their factor.", mixture.rotary("factor")),
+    "--yarn-original-max-position-embeddings": Shape("integer", "rope_scaling.original_max_position_embeddings",
+        "Positions before scaling.", mixture.rotary("original_max_position_embeddings")),
+    "--yarn-beta-fast": Shape("number", "rope_scaling.beta_fast", "Where scaling begins.", mixture.rotary("beta_fast")),
+    "--yarn-beta-slow": Shape("number", "rope_scaling.beta_slow", "Where it is whole.", mixture.rotary("beta_slow")),
+    "--window-size": Shape("text", "sliding_window", "Tokens that a query of a local layer sees.",
+        lambda c: _first(c, "sliding_window") if c.get("use_sliding_window", True) else None, mixture.is_window),
+    "--activation-func-clamp-value": Shape("number", "swiglu_limit", "Bound of the gate and what it multiplies."),
+    "--quick-geglu": Shape("switch", "hidden_act", "Gated MLP with quick GELU.", mixture.is_activation("quick_gelu")),
+    "--openai-gelu": Shape("switch", "hidden_act", "MLP with an approximate GELU.",
+                           mixture.is_activation("gelu_new", "gelu_pytorch_tanh", "gelu_fast")),
+    "--squared-relu": Shape("switch", "hidden_act", "MLP with squared ReLU.", mixture.is_activation("relu2")),
+    "--decoder-num-layers": Shape("integer", "num_hidden_layers", "Blocks."),
+    "--linear-attention-freq": Shape("text", "full_attention_interval", "Which blocks have full attention.", None,
+                                     lambda typed, known: not typed.isdigit() or int(typed) == known),
+    **{f"--{field.replace('_', '-')}": Shape("integer", other, text) for field, other, text in (
+        ("linear_conv_kernel_dim", "linear_conv_kernel_dim", "Width of the convolution of recurrent layers."),
+        ("linear_key_head_dim", "linear_key_head_dim", "Width of their keys."),
+        ("linear_value_head_dim", "linear_value_head_dim", "Width of their values."),
+        ("linear_num_key_heads", "linear_num_key_heads", "Their key heads."),
+        ("linear_num_value_heads", "linear_num_value_heads", "Their value heads."),
+        ("mamba_state_dim", "ssm_state_size", "Width of the state of Mamba's layers."),
+        ("mamba_head_dim", "mamba_head_dim", "Width of a head of theirs."),
+        ("mamba_num_groups", "n_groups", "Their groups."),
+        ("mamba_num_heads", "mamba_num_heads", "Their heads."),
+        ("dsa_indexer_n_heads", "index_n_heads", "Heads of the indexer of keys."),
+        ("dsa_indexer_head_dim", "index_head_dim", "Width of a head of it."),
+        ("dsa_indexer_topk", "index_topk", "Keys that a query attends to."),
+        ("moe_latent_size", "moe_latent_size", "Width in which experts compute."),
+    )},
     "--apply-layernorm-1p": Shape("switch", "model_type", "Norms multiply by 1 + weight.",
                                   mixture.begins(lambda implied: implied.has_centred_norms)),
     "--attention-output-gate": Shape("switch", "model_type", "A gate at the output of attention.",
@@ -175,6 +209,14 @@ def read_shape(checkpoint: str) -> Config:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no JSON object; copy it anew")
     return config | config.get("text_config", {})
+
+
+def has_tower(checkpoint: str) -> bool:
+    """Whether a model has a vision tower of our own modules, which is not trained."""
+    config = read_shape(checkpoint)
+    return config.get("vision_config") is not None and config.get("model_type", "").removesuffix("_text") in {
+        name.removesuffix("_text") for name in VISION_FAMILIES
+    }
 
 
 def _shown(known: Any) -> str:

@@ -1,4 +1,5 @@
-"""Reads a command line of vime: the values of flags, and options of vLLM and its router that pass through."""
+"""Reads a command line of vime: the values of flags, options of vLLM and its router that pass through, and
+Megatron-LM's that have no row in the table."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from stretto_vime.flags.flag import Flag, Setting, Values, attribute_of, listed,
 from stretto_vime.flags.groups import BY_NAME
 from stretto_vime.flags.groups.serving import MOVED
 from stretto_vime.flags.groups.serving import moved as moved_note
+from stretto_vime.flags.others import SHIPPED, answer, program
 
 PROGRAMS = {"train.py": False, "train_async.py": True}
 """Programs of vime, which may be the first word: is training asynchronous?"""
@@ -51,6 +53,8 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
                     moved.append((name, setting.value, setting.flags[0]))
                 else:
                     _add(passed, setting, found.notes)
+            elif _is_of_megatron(word):
+                _read_other(word, queue, found)
             else:
                 _pop_values(queue)
                 raise ConfigError(_unknown(word))
@@ -62,7 +66,7 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
     every = {flag.attribute: found.values.get(flag.attribute, flag.default) for flag in BY_NAME.values()}
     flags = Values(every, found.given, BY_NAME)
     _read_moved(flags, moved, found.notes)
-    flags.is_async, flags.extra, flags.overridden = is_async, extra, found.notes
+    flags.is_async, flags.extra, flags.overridden = is_async, found.others | extra, found.notes
     flags.critic = found.critic
     return flags, passed
 
@@ -95,10 +99,14 @@ class _Found:
         self.critic: dict[str, tuple[Any, str]] = {}
         """Values that a file has for the critic alone, by attribute, each with its place."""
         self.notes: list[str] = []
-        """Which values were replaced by later ones."""
+        """Which values were replaced by later ones, and which do nothing."""
+        self.others: dict[str, Any] = {}
+        """Values of Megatron-LM's other options by attribute, for functions of the user that read `args`."""
 
     def add(self, flag: Flag, value: Any, source: str) -> None:
-        """Add a value; it replaces an earlier one."""
+        """Add a value; it replaces an earlier one. A function of slime's is vime's of the same name."""
+        if isinstance(value, str) and flag.name.endswith("-path") and value.startswith("slime."):
+            value = value.replace("slime.", "vime.", 1).replace("sglang_rollout", "vllm_rollout")
         old = self.values.get(flag.attribute, value)
         if old != value:
             self.notes.append(f"{self.given[flag.name]} is not used: {source} comes after it")
@@ -130,6 +138,8 @@ def _read_files(found: _Found, problems: list[str]) -> dict[str, Any]:
                     found.critic[name] = (_value_of_file(flag, value, source), source)
                 elif flag is not None:
                     _read_from_file(flag, value, f"{key}: {value} of {path}", found)
+                elif _is_of_megatron("--" + name.replace("_", "-")):
+                    _add_other("--" + name.replace("_", "-"), value, f"{name}: {value} of {path}", found)
                 elif reader is read_arguments:
                     extra[key] = value
                 else:
@@ -190,6 +200,41 @@ def _read_flag(flag: Flag, word: str, queue: list[str], found: _Found) -> None:
     found.add(flag, parse(flag, following), flag.name if flag.name in SECRET else typed)
 
 
+def _is_of_megatron(word: str) -> bool:
+    """Is a word an option of Megatron-LM's? The list of one on PYTHONPATH is asked for here, which takes seconds."""
+    return word.startswith("--") and word.partition("=")[0] in program()[0].by_name
+
+
+def _read_other(word: str, queue: list[str], found: _Found) -> None:
+    """Read an option of Megatron-LM's that has no row of its own.
+
+    Raises: ConfigError for a value that it cannot have, or that would change what is learned.
+    """
+    megatron, option, words = program()[0], word.partition("=")[0], list(queue)
+    flag = megatron.by_name[option]
+    try:
+        value = megatron.parse_value(flag, word, queue)
+    except ConfigError:
+        _pop_values(queue)
+        raise
+    _add_other(option, value, " ".join([word, *words[: len(words) - len(queue)]]), found)
+
+
+def _add_other(option: str, value: Any, typed: str, found: _Found) -> None:
+    megatron, said = program()
+    megatron.arguments(option, value, typed)
+    if said is not None and said not in found.notes:
+        found.notes.append(said)
+    found.refusals.pop(option, None)
+    try:
+        note = answer(megatron.by_name[option], option, value, typed)
+    except ConfigError as error:
+        found.refusals[option] = str(error)  # a later value may be accepted
+        return
+    found.others[attribute_of(option)] = value
+    found.notes += [] if note is None else [note]
+
+
 def _add(passed: list[Setting], new: Setting, notes: list[str]) -> None:
     """Add a setting; it replaces an earlier one of the same key."""
     for old in [each for each in passed if each.path == new.path]:
@@ -230,7 +275,7 @@ def _pass_through(prefix: str, word: str, queue: list[str]) -> tuple[str, Settin
 def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f"{word}: a flag is needed here, such as --hf-checkpoint; vime's values follow their flags"
-    near = nearest(word.partition("=")[0].replace("_", "-"), BY_NAME)
+    near = nearest(word.partition("=")[0].replace("_", "-"), [*BY_NAME, *SHIPPED.by_name])
     return f"{word}: unknown flag; " + (f"did you mean {near}?" if near else "`vime --help` lists all")
 
 

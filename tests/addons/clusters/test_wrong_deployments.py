@@ -115,6 +115,7 @@ def assert_has(text: str, parts: str) -> None:
     assert re.search(".*".join(re.escape(part) for part in parts.split(" ... ")), text, re.S), text
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("base, toml, flags, message", CONFIGS.values(), ids=CONFIGS)
 def test_a_wrong_config_is_one_message(tmp_path: Path, base: str, toml: str, flags: str, message: str) -> None:
     text = TOML[base].replace("{model}", "org/Model") + toml

@@ -171,6 +171,7 @@ def look(words: list[str]) -> list[Finding]:
     return list(configs.check_config(cfg))
 
 
+@pytest.mark.heavy
 def test_an_environment_plays_a_rollout_against_a_stub(words: list[str]) -> None:
     found = of(look(words), "environment sort-letters")
     assert found.state is State.GOOD and "played one rollout" in found.text
@@ -319,7 +320,7 @@ def test_a_server_that_nobody_started_is_said(words: list[str]) -> None:
 # -- hosts --
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_hosts_of_a_deployment_report_to_the_first(words: list[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -340,6 +341,7 @@ def test_hosts_of_a_deployment_report_to_the_first(words: list[str], tmp_path: P
     assert not list(tmp_path.glob("outputs/.stretto-doctor-*"))
 
 
+@pytest.mark.heavy
 def test_a_host_that_reports_twice_is_one_host(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from stretto_doctor.hosts import HostReports
 
@@ -413,6 +415,7 @@ def test_a_host_that_says_nothing_is_named(words: list[str]) -> None:
     assert found.state is State.BAD and "127.0.0.2" in found.host and time.monotonic() - start < 5
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "words, text",
     [

@@ -49,6 +49,7 @@ def test_strangers_do_not_end_a_listener() -> None:
         assert not thread.is_alive()
 
 
+@pytest.mark.heavy
 def test_peers_that_come_together_are_all_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "MEASURE_S", 0.15)
     monkeypatch.setattr(network, "TIMEOUT_S", 0.5)  # of one answer, less than the turns of the others

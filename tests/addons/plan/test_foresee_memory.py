@@ -60,7 +60,7 @@ def measured_peak(shape: ScratchSection, settings, vocab: int) -> float:
     return peak
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape, settings, vocab",
     [
@@ -90,6 +90,7 @@ def test_peak_of_a_pass_is_the_allocators(shape, settings, vocab, tmp_path) -> N
     assert predicted == pytest.approx(measured_peak(shape, settings, vocab), rel=0.03)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
 @pytest.mark.parametrize("num_seqs", [9, 20, 24])
 def test_states_of_sequences_are_those_of_the_engine(family, num_seqs, tmp_path) -> None:

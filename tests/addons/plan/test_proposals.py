@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.bench.hardware import GPUS
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import ScratchSection
 from stretto.models.config import scratch_config
+from stretto_bench.hardware import GPUS
 from stretto_plan.costs import Costs, Measured
 from stretto_plan.memory import trainer_memory
 from stretto_plan.proposals import FEWEST_STEPS, fits, proposal_steps, propose, propose_sft
@@ -72,7 +72,7 @@ def test_slow_rewards_are_hidden_by_more_asynchrony(tmp_path) -> None:
     assert found[0].words[0] == "--orchestrator.max-async-level" and found[0].gain > 0.5
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_nodes_go_where_the_time_is_spent(tmp_path) -> None:
     nodes = {
         "deployment": {"type": "multi_node", "num_train_nodes": 1, "gpus_per_node": 8},
@@ -88,6 +88,7 @@ def test_nodes_go_where_the_time_is_spent(tmp_path) -> None:
     assert best[:2] == ("--deployment.num-train-nodes", "3") and best[-1] == "1" and found[0].gain > 0.5
 
 
+@pytest.mark.heavy
 def test_what_does_not_fit_gets_proposals_that_do(tmp_path) -> None:
     words = words_of(tmp_path, rl_config())
     cfg = load(RLConfig, words, verb="rl")

@@ -8,12 +8,12 @@ import json
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.bench.hardware import GPUS
 from stretto.config.load import build
 from stretto.config.root import RLConfig
 from stretto.config.sections.model import ScratchSection
 from stretto.models.config import scratch_config
 from stretto.virtual_clock import Cores, run_virtual
+from stretto_bench.hardware import GPUS
 from stretto_plan.compare import compare
 from stretto_plan.costs import Costs, Measured, lookup
 from stretto_plan.setup import build_setup
@@ -90,6 +90,7 @@ def test_turns_and_waits_add_up(tmp_path) -> None:
     assert times.rollout_s_mean == pytest.approx(3 * 0.02 + 2 * 0.1 + 0.05, rel=0.02)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("turns", [1.0, 3.0])
 def test_lengths_and_waits_of_a_run_are_found_in_its_ledger(tmp_path, turns) -> None:
     given = Workload(
@@ -106,6 +107,7 @@ def test_lengths_and_waits_of_a_run_are_found_in_its_ledger(tmp_path, turns) -> 
     assert (read.turn_wait_s.mean > 0.15) == (turns > 1)
 
 
+@pytest.mark.heavy
 def test_the_spread_of_equal_steps_is_nothing_and_of_unequal_ones_shrinks_with_their_number(tmp_path) -> None:
     even = simulate(costs(tmp_path, max_async_level=0), Workload(Numbers(10), Numbers(20)), steps=6)
     slow = Workload(Numbers(10), Numbers(20), score_s=Numbers(0.5, 1.0))

@@ -37,6 +37,7 @@ def assert_printed_is_the_same(folder: Path, root: RunRoot) -> None:
     assert shown_text(again) == printed
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", RL_FILES)
 def test_a_file_of_rl_loads_and_is_the_same_run_in_our_spelling(name: str, tmp_path: Path) -> None:
     cfg = read(tmp_path, RLConfig, RL_FILES[name])
@@ -89,6 +90,7 @@ def test_a_file_of_0_6_with_an_endpoint_picker_loads_whole(tmp_path: Path, caplo
         assert words in caplog.text
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_set_of_their_keys_is_printed_as_the_same_run(seed: int, tmp_path: Path) -> None:
     dice = random.Random(seed)

@@ -131,6 +131,7 @@ def plan(folder: Path, verb: str, toml: str) -> int:
     return main([verb, "@", "file.toml", "--dry-run"])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", RL)
 def test_a_piece_of_a_file_is_a_plan(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(here, "rl", RL[name] + ("" if "env =" in RL[name] else ENV)) == 0, capsys.readouterr().err

@@ -11,10 +11,10 @@ import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.config.root import ServeConfig
-from stretto.records.tenants import TenantSpec
 from stretto_service.futures import Result
 from stretto_service.main import build
 from stretto_service.store import Run
+from stretto_service.wires.operations import TenantSpec
 
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
     "empty": lambda data: b"",

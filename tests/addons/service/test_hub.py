@@ -8,9 +8,10 @@ import io
 import json
 import os
 import shutil
+import sqlite3
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,12 +19,10 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
 from stretto.config.load import load
 from stretto.config.root import ServeConfig
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import TenantSpec, TenantWork
-from stretto.transports.service import CreateRun, ServiceRun, encode_work
 from stretto_service import hub as hub_module
 from stretto_service.access import SMALL_BYTES
 from stretto_service.hub import Hub
@@ -31,6 +30,8 @@ from stretto_service.main import build
 from stretto_service.store import Checkpoint, Run, Sampler, Session
 from stretto_service.training import training
 from stretto_service.training.checkpoints import LINK_S
+from stretto_service.wires.operations import TenantSpec, TenantWork
+from stretto_service.wires.service import CreateRun, ServiceRun, encode_work
 
 
 @pytest.fixture
@@ -328,9 +329,36 @@ async def test_links_to_files_begin_with_the_public_address(client: TestClient) 
                 assert (await response.json())["url"].startswith("https://tinker.example/download/")
 
 
+@pytest.mark.parametrize(
+    "error_of",
+    [
+        lambda path: DataError(f"{path}: damaged"),
+        lambda path: OSError(13, "Permission denied", path),
+        lambda path: sqlite3.OperationalError(f"{path} is full"),
+    ],
+)
+async def test_answers_to_requests_that_fail_tell_no_paths(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_of: Callable[[str], Exception]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error_of(str(tmp_path / "file"))
+
+    monkeypatch.setattr(Hub, "new_run", fail)
+    _, answer = await post(client, "/v1/runs", creation(client))
+    assert str(tmp_path) not in json.dumps(answer) and "file" in answer["detail"]
+
+
 def test_a_public_address_without_a_scheme_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"public.url.* is no address"):
         load(ServeConfig, ["--model.name", "m", "--service.public-url", "tinker.example"])
+
+
+@pytest.mark.parametrize("flag", ["--model.tp=2", "--model.ep=2", "--model.compile", "--model.lora"])
+def test_what_the_backbone_of_a_service_cannot_have_is_refused_with_its_key(flag: str) -> None:
+    key = flag.removeprefix("--").partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key}\b.*leave it out"):
+        load(ServeConfig, ["--model.name", "m", flag])
+    assert load(ServeConfig, ["--model.name", "m", "--model.cp=2", "--trainer.num-ranks=2"]).model.cp == 2
 
 
 async def test_weights_that_are_deleted_before_they_are_copied_are_not_found(

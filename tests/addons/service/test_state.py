@@ -11,7 +11,6 @@ import pytest
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.secret import ADMIN, prepare_tokens
 from stretto.config.service import UserSection
-from stretto.records.tenants import TenantSpec
 from stretto.transports.engine.api import Refusal
 from stretto_service.access import Access
 from stretto_service.futures import KEEP_SENT_S, KEEP_UNSENT_S, Futures, Result
@@ -19,6 +18,7 @@ from stretto_service.store import KEEP_S, KEEP_USAGE_S, Audit, Checkpoint, Recor
 from stretto_service.training.checkpoints import published_version
 from stretto_service.training.journal import REFUSED, Journal
 from stretto_service.usage import HOUR_S, Meter
+from stretto_service.wires.operations import TenantSpec
 
 
 def test_tokens_are_made_once_and_only_the_owner_reads_them(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ PPO = "--advantage-estimator ppo"
 PLUS = "--advantage-estimator reinforce_plus_plus --normalize-advantages"
 EVALS = "--eval-interval 2 --eval-prompt-data a rows.jsonl"
 KL = "--use-kl-loss --kl-loss-coef 0.1 --ref-load Qwen3-4B --kl-loss-type k3"
+TEACHER = "--opd-type megatron --opd-teacher-load Qwen3-4B"
 TURNS = "--colocate --actor-num-gpus-per-node 4"
 TWO_NODES = "--actor-num-gpus-per-node 8 --rollout-num-gpus 8"
 # fmt: off
@@ -173,6 +174,16 @@ EFFECTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "--use-kl-loss": ("--kl-loss-coef 0.1 --ref-load Qwen3-4B", "", {f"{LOSS}.reference_kl.coef": 0.1}),
     "--kl-loss-coef": (KL, "0.2", {f"{LOSS}.reference_kl.coef": 0.2}),
     "--kl-loss-type": (KL, "low_var_kl", {f"{LOSS}.reference_kl.estimator": "low_var"}),
+    "--disable-compute-advantages-and-returns": ("", "", {"refused": "needs advantages"}),
+    "--deterministic-mode": ("", "", {"trainer.is_deterministic": True}),
+    "--use-opd": (TEACHER, "", {"trainer.advantages.type": "shaped", "trainer.advantages.kl_model": "Qwen3-4B",
+                                "orchestrator.algo.type": "grpo"}),
+    "--opd-type": ("--use-opd --opd-teacher-load Qwen3-4B", "vllm", {"refused": "the teacher is served"}),
+    "--opd-kl-coef": (f"--use-opd {TEACHER}", "0.5", {"trainer.advantages.kl_coef": 0.5}),
+    "--opd-teacher-load": ("--use-opd --opd-type megatron", "Qwen3-4B", {"trainer.advantages.kl_model": "Qwen3-4B"}),
+    "--opd-teacher-ckpt-step": ("--use-opd --opd-type megatron --opd-teacher-load mg", "3",
+                                {"trainer.advantages.kl_model": "mg/hugging_face/iter_0000003"}),
+    "--multimodal-keys": ("", "'{\"image\": \"pictures\"}'", {f"{ENV}.image_key": "pictures"}),
     "--use-unbiased-kl": (KL, "", {f"{LOSS}.reference_kl.is_unbiased": True}),
     "--use-rollout-logprobs": ("", "", {f"{LOSS}.use_rollout_logprobs": True}),
     "--use-tis": ("", "", {f"{LOSS}.correction.weights.high": 2}),
@@ -295,6 +306,7 @@ def test_every_flag_that_acts_has_a_row_here():
     assert acting - set(SHAPES) == set(EFFECTS)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", EFFECTS)
 def test_a_flag_has_its_effect(name, read):
     before, value, effects = EFFECTS[name]
@@ -325,7 +337,12 @@ def test_a_flag_about_the_shape_is_compared(name, read, tmp_path):
         "qk_rope_head_dim": 5, "v_head_dim": 5, "n_group": 5, "topk_group": 5, "routed_scaling_factor": 5.0,
         "partial_rotary_factor": 0.3, "n_routed_experts": 5, "num_experts_per_tok": 5, "moe_intermediate_size": 5,
         "shared_expert_intermediate_size": 5, "first_k_dense_replace": 5, "num_attention_heads": 64,
-        "rope_scaling": {"factor": 5, "mscale": 5, "mscale_all_dim": 5},
+        "rope_scaling": {"factor": 5, "mscale": 5, "mscale_all_dim": 5, "type": "yarn", "beta_fast": 5, "beta_slow": 5,
+                         "original_max_position_embeddings": 5},
+        "sliding_window": 5, "swiglu_limit": 5, "full_attention_interval": 5, "linear_conv_kernel_dim": 5,
+        "linear_key_head_dim": 5, "linear_value_head_dim": 5, "linear_num_key_heads": 5, "linear_num_value_heads": 5,
+        "ssm_state_size": 5, "mamba_head_dim": 5, "n_groups": 5, "mamba_num_heads": 5, "index_n_heads": 5,
+        "index_head_dim": 5, "index_topk": 5, "moe_latent_size": 5,
     }  # fmt: skip
     contradicting = {"--kv-channels": {"kv_lora_rank": None, "head_dim": 5}}
     switches = {
@@ -333,7 +350,8 @@ def test_a_flag_about_the_shape_is_compared(name, read, tmp_path):
         "--untie-embeddings-and-output-weights": {"tie_word_embeddings": True}, "--add-qkv-bias": {},
         "--qk-layernorm": {"use_qk_norm": False}, "--multi-latent-attention": {"kv_lora_rank": None},
         "--moe-shared-expert-gate": {}, "--moe-router-pre-softmax": {"scoring_func": "softmax", "norm_topk_prob": True},
-        "--moe-router-enable-expert-bias": {"scoring_func": "softmax"},
+        "--moe-router-enable-expert-bias": {"scoring_func": "softmax"}, "--use-rope-scaling": {"rope_scaling": None},
+        **{name: {"swiglu_limit": None} for name in ("--quick-geglu", "--openai-gelu", "--squared-relu")},
     }  # fmt: skip
     never = {
         "--group-query-attention", "--use-rotary-position-embeddings", "--apply-layernorm-1p",
@@ -343,6 +361,7 @@ def test_a_flag_about_the_shape_is_compared(name, read, tmp_path):
     config = {key: value for key, value in (CONFIG | known | own).items() if value is not None}
     (tmp_path / "Qwen3-4B" / "config.json").write_text(json.dumps(config))
     typed = {"integer": "3", "number": "0.7", "text": "layernorm", "switch": ""}[shape.kind]
+    typed = "3" if name == "--linear-attention-freq" else typed
     if name in never:
         assert shape.kind == "switch" and shape.value(config) in (True, None)
         return

@@ -103,7 +103,7 @@ WRONG = {
     "a file as a run": ("--load rows.jsonl", ["--load rows.jsonl is a file"]),
     "copies that the GPUs do not hold": ("--context-parallel-size 3",
         ["--tensor-model-parallel-size 1 times --context-parallel-size 3 must divide the GPUs of the actor"]),
-    "fine-tuning": ("--loss-type sft_loss", ["fine-tuning on conversations is `sft"]),
+    "fine-tuning": ("--loss-type sft_loss", ["the mean over all trained tokens; add --calculate-per-token-loss"]),
 }  # fmt: skip
 """By name: flags after a command that is right, and what is said."""
 
@@ -223,6 +223,7 @@ def test_a_problem_between_keys_names_the_flags(files):
         read_command(words_of(files, SPLIT, "--rollout-top-k 2000"))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

@@ -29,7 +29,7 @@ NOTED = {
     "log-probabilities as they are": ("--vllm-logprobs-mode processed_logprobs", "sets nothing", {}),
     "one node of an engine": ("--vllm-nnodes 1", "--vllm-nnodes 1 sets nothing: nodes follow", {}),
     "ranks of experts among those of a token": ("--tensor-model-parallel-size 2 --expert-model-parallel-size 4",
-        "--expert-model-parallel-size 4: the ranks of --tensor-model-parallel-size 2 do not", {"model.ep": 2}),
+        "--expert-model-parallel-size 4: ranks that share tokens are not among", {"model.ep": 2}),
     "stages": ("--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 17",
         "--pipeline-model-parallel-size 2: every rank has all layers", {"model.tp": 1}),
     "split experts": ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2: an expert is whole", {}),
@@ -37,6 +37,7 @@ NOTED = {
         "--recompute-num-layers 4: every block keeps its own input", {"model.ac.freq": 1}),
     "some blocks": ("--recompute-granularity full --recompute-method block", "--recompute-method block: every", {}),
     "layers that nobody trains": ("--mtp-num-layers 1", "--mtp-num-layers 1: layers that predict several", {}),
+    "layers that somebody trained": ("--enable-mtp-training", "--enable-mtp-training: layers that predict several", {}),
     "how batches travel": ("--rollout-data-transport queue", "batches travel as [rollout_transport] says", {}),
     "a directory of versions": ("--update-weight-disk-dir /x", "versions are written to RUN/broadcasts", {}),
     "how without what": ("--recompute-method uniform",
@@ -107,6 +108,7 @@ def read(files, *parts: str) -> Command:
     return read_command(words_of(files, SPLIT, *parts))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", NOTED)
 def test_what_is_harmless_or_equal_is_a_note(name, files):
     flags, said, keys = NOTED[name]
@@ -116,6 +118,7 @@ def test_what_is_harmless_or_equal_is_a_note(name, files):
     assert {key: find(config, key) for key in keys} == keys
 
 
+@pytest.mark.heavy
 def test_a_flag_that_is_met_in_another_way_is_told_unless_it_asks_for_the_usual(files):
     told = [flag for flag in BY_NAME.values() if flag.is_told]
     values = {"integer": "3", "number": "0.5", "text": "other", "list": "other"}
@@ -145,7 +148,6 @@ def test_a_flag_that_is_met_in_another_way_is_told_unless_it_asks_for_the_usual(
         ("--vllm-nnodes 2", "--vllm-nnodes 2 is not yours to set: nodes follow"),
         ("--eval-max-context-len 4096", "--eval-max-context-len 4096: evals take as many tokens as training"),
         ("--use-routing-replay", "--use-routing-replay: experts are replayed as the engine chose them"),
-        ("--enable-mtp-training", "--enable-mtp-training: layers that predict several tokens are not trained"),
         ("--lr-warmup-iters 1 --lr-warmup-fraction 0.4", "both say how long the rate rises"),
         ("--colocate --advantage-estimator ppo --critic-num-nodes 2", "the critic takes its turn with the actor"),
     ],

@@ -60,6 +60,7 @@ def test_rows_name_keys_that_exist_and_refusals_say_why():
     assert sum(counts().values()) == len(BY_NAME) == sum(map(len, GROUPS.values()))
 
 
+@pytest.mark.heavy
 def test_the_page_and_help_list_every_flag():
     page = markdown()
     assert all(f"| `{name}` |" in page for name in BY_NAME)
@@ -70,6 +71,7 @@ def test_the_page_and_help_list_every_flag():
 # -- the guide's commands --
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_of_the_guide_is_the_plan_that_is_written_down(name, files):
     cfg, notes, *_ = read_command(words_of(files, MODEL_ARGS, COMMANDS[name], "--dry-run"))
@@ -187,6 +189,7 @@ CHOICES: list[list[str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(12))
 def test_the_printed_toml_is_the_same_run_byte_for_byte(seed, files):
     rng, num_tried = random.Random(seed), 0

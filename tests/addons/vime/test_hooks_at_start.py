@@ -28,6 +28,7 @@ def with_hooks(**trainer) -> RLConfig:
     return RLConfig.model_validate(ENV | {"trainer": trainer})
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [

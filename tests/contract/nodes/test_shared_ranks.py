@@ -25,9 +25,9 @@ from stretto.base import keeper
 from stretto.base.errors import EngineError
 from stretto.models.hub import export_tensors
 from stretto.transports.engine.client import EngineClient
-from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.layout import Publisher
+from stretto_broadcast.collective import CollectivePublisher
 
 pytestmark = [pytest.mark.slow, needs_vllm]
 START_S = 700

@@ -25,7 +25,7 @@ from stretto.base.errors import EngineError
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
-from stretto.transports.weights.collective import CollectivePublisher
+from stretto_broadcast.collective import CollectivePublisher
 
 pytestmark = [
     pytest.mark.slow,

@@ -77,7 +77,7 @@ def router_elsewhere(log: Path, port: int, key: str) -> Iterator[str]:
     words += ["--policy", "consistent_hash", "--health-check-interval-secs", "600"]  # it finds out nothing by itself
     with log.open("ab") as out:
         child = subprocess.Popen(
-            [sys.executable, "-m", "stretto.launch.run.router", *words],
+            [sys.executable, "-m", "stretto_routers.router", *words],
             stdout=out,
             stderr=out,
             env={**os.environ, "VLLM_API_KEY": key},
@@ -97,6 +97,7 @@ def listed(router: str) -> list[str]:
     return NO_ANSWER
 
 
+@pytest.mark.slow
 @needs_router
 def test_engines_enter_a_router_leave_it_when_killed_and_come_back(tmp_path):
     model, port, backend = save(scratch(0), tmp_path / "model"), free_port(), free_ports_in_a_row(2)

@@ -1,8 +1,13 @@
-"""Tenants on several ranks; run by every rank. `python tenant_ranks.py OUT`: rank 0 writes OUT/<kind>.pt."""
+"""Tenants on several ranks; run by every rank.
+
+`python tenant_ranks.py OUT CP STYLE`: rank 0 writes OUT/<kind>.pt; CP ranks split each row, in this style.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,7 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ranks import gather_anything
 from tenant_runs import MODEL, batch_of, build_tenants, cases, create, train, weights_of
 
-from stretto.records.tenants import (
+from stretto.trainer.ranks.mesh import Degrees, Mesh, num_ranks, process_group, training_device
+from stretto_service.tenants.tenants import Tenants
+from stretto_service.wires.operations import (
     CreateTenant,
     DropGradients,
     ExportAdapter,
@@ -25,27 +32,26 @@ from stretto.records.tenants import (
     SumLoss,
     TenantWork,
 )
-from stretto.trainer.ranks.mesh import Degrees, Mesh, num_ranks, process_group, training_device
 
 NUM_TENANTS = 4
 
 
-def main(out: Path) -> None:
+def main(out: Path, cp: int, style: str) -> None:
     torch.set_num_threads(1)
     with process_group(120.0):
-        mesh = Mesh(Degrees(dp_shard=num_ranks()), training_device())
+        mesh = Mesh(Degrees(dp_shard=num_ranks() // cp, cp=cp), training_device())
+        model = MODEL.model_copy(update={"cp": cp, "cp_style": style})
         for kind in ("dense", "moe"):
-            result = run(kind, mesh, out / kind)
+            result = run(functools.partial(build_tenants, kind, mesh, model), mesh, out / kind)
             if mesh.is_lead:
                 torch.save(result, out / f"{kind}.pt")
 
 
-def run(kind: str, mesh: Mesh, folder: Path) -> dict:
-    assert MODEL.ep == "auto"
-    some, where = cases(NUM_TENANTS), {"rank": mesh.rank, "num_ranks": mesh.world_size}
+def run(build: Callable[[], Tenants], mesh: Mesh, folder: Path) -> dict:
+    some, where = cases(NUM_TENANTS), {"rank": mesh.dp_rank, "num_ranks": mesh.degrees.dp}
     result: dict = {}
     for name, max_tokens in (("own", None), ("mixed", 10_000)):
-        tenants = build_tenants(kind, mesh)
+        tenants = build()
         create(tenants, some)
         result[f"metrics_{name}"] = train(tenants, some, max_tokens=max_tokens, **where)
         result[name] = {case.spec.name: weights_of(tenants, case.spec.name) for case in some}
@@ -53,20 +59,20 @@ def run(kind: str, mesh: Mesh, folder: Path) -> dict:
         {n: [t.sum().item() for t in found.values()] for n, found in of_rank.items()}
         for of_rank in gather_anything(result["mixed"])
     ]
-    alone = build_tenants(kind, mesh)
+    alone = build()
     create(alone, some[2:3])
     train(alone, some[2:3], **where)
     result["alone"] = weights_of(alone, some[2].spec.name)
     result["errors"] = go_wrong(tenants, some, mesh)
-    result["continued"] = save_and_load(kind, tenants, some[0], mesh, folder, where)
+    result["continued"] = save_and_load(build, tenants, some[0], folder, where)
     return result
 
 
 def go_wrong(tenants, some, mesh: Mesh) -> dict[str, str | None]:
     """Data that one rank alone cannot compute, and ranks without any data."""
     work = lambda case, mbs: TenantWork(tenant=case.spec.name, micro_batches=tuple(mbs), loss=case.loss)
-    rows = batch_of(some[0], 0, mesh.world_size)[mesh.rank]
-    is_last = mesh.rank == mesh.world_size - 1
+    rows = batch_of(some[0], 0, mesh.degrees.dp)[mesh.dp_rank]
+    is_last = mesh.dp_rank == mesh.degrees.dp - 1
     bad = [replace(mb, token_ids=mb.token_ids + 4000) for mb in rows] if is_last else rows
     only_last = batch_of(some[1], 0)[0] if is_last else []
     before = {case.spec.name: weights_of(tenants, case.spec.name) for case in some}
@@ -91,7 +97,7 @@ def go_wrong(tenants, some, mesh: Mesh) -> dict[str, str | None]:
     }  # fmt: skip
 
 
-def save_and_load(kind, tenants, case, mesh: Mesh, folder: Path, where) -> bool:
+def save_and_load(build: Callable[[], Tenants], tenants, case, folder: Path, where) -> bool:
     """Whether a tenant continues bit for bit from its files in another service."""
     name, path = case.spec.name, str(folder / "saved")
     for operation in (
@@ -99,7 +105,7 @@ def save_and_load(kind, tenants, case, mesh: Mesh, folder: Path, where) -> bool:
         ExportAdapter(number=1, tenant=name, directory=str(folder / "adapter")),
     ):
         assert tenants.execute(operation).results[name].error is None
-    other = build_tenants(kind, mesh)
+    other = build()
     missing = other.execute(CreateTenant(number=1, spec=case.spec, path=str(folder / "none"))).results[name]
     assert "cannot be read" in missing.error
     for service in (other,):
@@ -112,4 +118,4 @@ def save_and_load(kind, tenants, case, mesh: Mesh, folder: Path, where) -> bool:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

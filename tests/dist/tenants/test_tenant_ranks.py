@@ -1,4 +1,4 @@
-"""Tenants of a backbone that is sharded over ranks: as on one rank, and as alone."""
+"""Tenants of a backbone that is sharded over ranks, which may split the rows too: as on one rank, and as alone."""
 
 from __future__ import annotations
 
@@ -28,12 +28,17 @@ def on_one_rank(kind):
     return metrics, {case.spec.name: weights_of(tenants, case.spec.name) for case in cases(NUM_TENANTS)}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+RING = pytest.param((4, 2, "ring"), marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[(2, 1, "auto"), (4, 1, "auto"), (2, 2, "auto"), RING])
 def results(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks("tenants/tenant_ranks.py", folder, world_size=request.param, log=folder / "log", deadline_s=400.0)
+    folder, (world_size, cp, style) = tmp_path_factory.mktemp("ranks"), request.param
+    run_ranks(
+        "tenants/tenant_ranks.py", folder, str(cp), style, world_size=world_size, log=folder / "log", deadline_s=400.0
+    )
     found = {kind: torch.load(folder / f"{kind}.pt", weights_only=False) for kind in ("dense", "moe")}
-    return request.param, folder, found
+    return (world_size, cp), folder, found
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
@@ -58,11 +63,11 @@ def test_a_tenant_alone_on_these_ranks_ends_bit_for_bit_alike(results, kind):
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_what_one_rank_cannot_compute_is_an_error_of_that_tenant_on_all(results, kind):
-    world_size, _, found = results
+    (world_size, cp), _, found = results
     errors = found[kind]["errors"]
     assert "token id 40" in errors["of run-0"]
     assert errors["of run-1"] is None and errors["step"] is None and errors["moved"] == "run-1"
-    assert errors["scored"] == ",".join(["0"] * (world_size - 1) + ["4"])
+    assert errors["scored"] == ",".join(["0"] * (world_size - cp) + ["4"] * cp)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

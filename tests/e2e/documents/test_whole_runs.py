@@ -23,15 +23,17 @@ from runs import DEADLINE_S, start, wait
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
 
-QUICK = ('id = "my_envs:Shout"\nargs', 'name = "maths"', "my_hooks:rm")
-"""Pieces of the configurations that train in `make test`: a reader's first environment, file and functions."""
+QUICK = ('id = "my_envs:Shout"\nargs',)
+"""Pieces of the configurations that train in `make test`: a reader's first environment."""
 NEEDED = {"reasoning-gym": "reasoning_gym", "capitals-v1": "verifiers", '"vllm"': "vllm"}
 """Packages by what stands in a configuration."""
+_SHORT_REPLIES = ("--max-steps", "3", "--seq-len", "64", "--orchestrator.train.sampling.max-completion-tokens", "16")
 FLAGS = {
+    "max_completion_tokens = 1024": (*_SHORT_REPLIES, "--orchestrator.batch-size", "64"),
     "num_critic_only_steps = 20": ("--max-steps", "22"),
     "[eval]\ninterval": ("--max-steps", "3", "--eval.interval", "2"),
 }
-"""How a configuration is made short where three steps are not enough for it."""
+"""How a configuration is made short where three steps are not enough for it, or take long."""
 WHOLE = ("examples/python_code/sft.toml",)
 """Warm-ups that are not made short: a network that cannot write an expression earns nothing in any group, and each of
 its replies is another program for the sandbox."""

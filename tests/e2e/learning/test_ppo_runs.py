@@ -55,6 +55,7 @@ def settings(model, max_steps, **trainer):
     }
 
 
+@pytest.mark.slow
 def test_policy_and_critic_learn_and_a_resumed_run_is_the_same_run(model, tmp_path):
     for name in ("whole", "rest"):
         (tmp_path / name).mkdir()
@@ -72,6 +73,20 @@ def test_policy_and_critic_learn_and_a_resumed_run_is_the_same_run(model, tmp_pa
     assert ours == theirs
     config = json.loads((whole.run.critic / "step_15" / "config.json").read_text())
     assert config["num_labels"] == 1 and config["architectures"][0].endswith("ForSequenceClassification")
+
+
+@pytest.mark.slow
+def test_a_critic_learns_from_rewards_of_turns(model, tmp_path):
+    """The rollouts have no reward of their own: all that is learned are the rewards of turns."""
+    turns = settings(model, 15)
+    turns["orchestrator"]["env"] = [{"id": "envs:VowelTurns"}]
+    ended = rl(tmp_path, turns)
+    assert set(ended.column("reward/mean")) == {0.0}
+    rewards = ended.column("turns/reward")
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
+    returns, values = (ended.column(f"critic/{name}/mean", "trainer") for name in ("return", "value"))
+    assert returns[-1] > returns[0] > 0 and abs(values[-1] - returns[-1]) < abs(values[0] - returns[0])
+    assert max(ended.column("critic/explained_variance", "trainer")) > 0
 
 
 @pytest.mark.slow
@@ -94,6 +109,7 @@ def test_a_critic_on_ranks_of_its_own_learns_the_same_weights(model, tmp_path):
     assert (rest.run.critic / "step_10" / "model.safetensors").read_bytes() == critics[1].read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_a_critic_with_a_place_of_its_own_is_exported_there_though_the_policy_is_not(model, tmp_path, is_alone):
     critic = {"save": str(tmp_path / "critic")} | ({"placement": {"port": free_ports(1)[0]}} if is_alone else {})

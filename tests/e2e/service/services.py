@@ -124,7 +124,8 @@ class Service:
                 text = response.read()
                 return response.status, json.loads(text) if text else None
         except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
+            with error:
+                return error.code, json.loads(error.read())
 
     def client(self, user: str = "alice") -> Any:
         import tinker

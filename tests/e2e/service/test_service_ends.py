@@ -12,10 +12,10 @@ from services import Service, serving
 
 from stretto.base.errors import EngineError
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import AdamSettings, SumLoss, TenantSpec, TenantWork
 from stretto.trainer.state.checkpoint import SavedState
-from stretto.transports.service import CreateRun, ServiceRun, encode_work
 from stretto_service.store import Run, Store
+from stretto_service.wires.operations import AdamSettings, SumLoss, TenantSpec, TenantWork
+from stretto_service.wires.service import CreateRun, ServiceRun, encode_work
 
 STEPS = 6
 ADAM = AdamSettings(lr=1e-2)

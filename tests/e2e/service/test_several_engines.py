@@ -18,6 +18,7 @@ from runs import Ended, start, toml, wait
 from services import serving
 
 from stretto.base.paths import RunDir
+from stretto.base.ports import open_url
 from stretto.base.secret import load_secret
 
 pytestmark = [
@@ -44,7 +45,7 @@ def num_sampled(port: int, run: RunDir) -> float:
     key = load_secret(run).text_key("inference.api_key")
     url = f"http://127.0.0.1:{port}/metrics"
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(url, timeout=30)
+        open_url(url, 30)
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         lines = [line.split() for line in answer.read().decode().splitlines()]
@@ -70,8 +71,9 @@ def settings(model: Path, rank: int = 8) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("cp", [1, 2])
 def test_runs_of_a_directory_train_on_two_ranks_and_sample_from_two_engines(
-    sorter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sorter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cp: int
 ) -> None:
     model, backends = sorter.resolve(), free_ports_in_a_row(2)
     runs = tmp_path / "runs"
@@ -85,6 +87,7 @@ def test_runs_of_a_directory_train_on_two_ranks_and_sample_from_two_engines(
     right, wrong, idle = write("run_letters"), write("run_wrong", rank=99), write("run_idle")
     root = {
         "trainer": {"num_ranks": 2},
+        "model": {"cp": cp},
         "inference": {"router": {"policy": "round_robin"}, "deployment": {"num_replicas": 2, "backend_port": backends}},
     }
     with serving(tmp_path / "own", model, root=root, runs_dir=str(runs), runs_user="alice") as service:

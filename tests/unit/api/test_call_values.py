@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,33 @@ def test_the_names_of_trl_are_told_what_they_are_here() -> None:
             stretto.rl(**{name: 1})
 
 
+def words_of_trl() -> list[tuple[str, str]]:
+    """The names in the tables of docs/from_trl.md, each with the verb whose table it stands in."""
+    rl, sft = (Path(__file__).parents[3] / "docs" / "from_trl.md").read_text().split("## SFTConfig")
+    rows = [(verb, line) for verb, page in (("rl", rl), ("sft", sft)) for line in page.splitlines()]
+    cells = [(verb, line.split("|")[1]) for verb, line in rows if line.startswith("| `")]
+    return [(verb, word) for verb, cell in cells for word in re.findall(r"`([a-z_]+[a-z0-9])\b", cell)]
+
+
+SAME = {"model", "output_dir", "seed", "max_steps", "reward_weights", "eval_dataset", "eval_steps", "sft"}
+"""Words that mean the same here."""
+
+
+def test_every_word_of_the_page_for_trl_is_told_what_it_is_here() -> None:
+    assert len(words_of_trl()) > 60
+    for verb, name in words_of_trl():
+        if name not in SAME:
+            with pytest.raises(ConfigError, match=f"takes no {name}=; write "):
+                getattr(stretto, verb)(**{name: 1})
+
+
+@pytest.mark.parametrize("value", [1, 2.5, [], {}], ids=repr)
+def test_what_is_no_data_set_is_told_by_its_keyword(value) -> None:
+    for verb, name in (("rl", "dataset"), ("sft", "dataset"), ("sft", "eval_dataset")):
+        with pytest.raises(ConfigError, match=f"{name}.*give a list of dicts"):
+            getattr(stretto, verb)(**{name: value})
+
+
 @pytest.mark.parametrize(
     ("name", "written"),
     [
@@ -76,7 +104,7 @@ def test_the_names_of_trl_are_told_what_they_are_here() -> None:
         ("mask_truncated_completions", r'write \*\*{"orchestrator.mask_truncated_completions": ...}'),
         ("top_p", r'write \*\*{"orchestrator.train.sampling.top_p": ...}'),
         ("run_name", "write name="),
-        ("resume_from_checkpoint", "did you mean resume="),
+        ("resume_from_checkpoint", "write resume="),
     ],
 )
 def test_a_name_of_another_framework_or_a_key_without_its_section_is_told_the_key(name: str, written: str) -> None:

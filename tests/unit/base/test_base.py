@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -322,26 +323,56 @@ def test_a_status_line_reaches_the_pipe_and_a_full_or_closed_pipe_never_blocks(m
     status.report("note", text="nobody writes")
 
 
-def test_servers_of_a_run_are_asked_without_the_proxy(monkeypatch):
+@pytest.fixture
+def answering():
+    """The port of a server that answers one request: 404 if its path is /missing, else 200."""
+
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200)
+            self.send_response(404 if self.path == "/missing" else 200)
             self.end_headers()
             self.wfile.write(b"here")
 
         def log_message(self, *args):
             pass
 
+    server = http.server.HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.handle_request)
+    thread.start()
+    yield server.server_port
+    thread.join(10.0)
+    server.server_close()
+
+
+def test_servers_of_a_run_are_asked_without_the_proxy(monkeypatch, answering):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    server = http.server.HTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=server.handle_request)
-    thread.start()
-    try:
-        with open_url(f"http://127.0.0.1:{server.server_port}/", 5.0) as answer:
-            assert answer.read() == b"here"
-    finally:
-        thread.join(10.0)
-        server.server_close()
+    with open_url(f"http://127.0.0.1:{answering}/", 5.0) as answer:
+        assert answer.read() == b"here"
+
+
+def test_a_process_with_little_memory_does_without_a_reserved_heap():
+    code = """
+import resource
+from stretto.base import runtime
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20),) * 2)
+print(runtime.keep_freed_memory())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() in ("True", "False") and not done.stderr
+
+
+async def test_an_error_that_a_server_answers_has_its_text_and_no_open_socket(answering):
+    before = num_sockets()
+    with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+        open_url(f"http://127.0.0.1:{answering}/missing", 5.0)
+    await until(lambda: num_sockets() == before, 10.0)  # the server's end may close later
+    assert caught.value.read() == b"here"
+
+
+def num_sockets() -> int:
+    found = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(path).startswith("socket:") for path in found if path.is_symlink())

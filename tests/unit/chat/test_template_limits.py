@@ -64,6 +64,7 @@ VICUNA = """{{ bos_token }}{% for m in messages %}{{ m.role.upper() + ': ' + m.c
 {%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["llama2", "gemma2", "yi"])
 def test_a_reply_has_the_tokens_that_it_has_within_the_whole_text(name):
     tokenizer = load_tokenizer(tokenizer_dir(name))

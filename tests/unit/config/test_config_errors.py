@@ -624,6 +624,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mistake", WRONG_RL)
 @needs("prime")
 def test_one_mistake_is_one_message_with_place_rule_and_way_out(mistake: str, tmp_path: Path) -> None:
@@ -808,6 +809,7 @@ LINES = (Path(__file__).parents[2] / "cases" / "newcomers.txt").read_text().spli
 NEWCOMERS = dict(line.split(" => ", 1) for line in LINES if not line.startswith("#"))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("written", NEWCOMERS)
 @needs("prime")
 def test_a_mistake_of_somebody_new_is_one_line_with_what_to_write(written, tmp_path):

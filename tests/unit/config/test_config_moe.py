@@ -12,7 +12,6 @@ from stretto.config.load import build
 from stretto.config.root import RLConfig, TrainerConfig
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection
-from stretto.inference.vllm.command import build_command
 
 ENV = {"env": [{"id": "reverse-text"}]}
 
@@ -58,7 +57,10 @@ def test_defaults_are_those_of_the_spec():
     assert not InferenceSection().enable_return_routed_experts
 
 
+@needs("vllm")
 def test_vllm_is_asked_for_its_choices_on_a_gpu_and_ours_are_captured_on_a_cpu(tmp_path):
+    from stretto_vllm.command import build_command
+
     section = InferenceSection(enable_return_routed_experts=True)
     assert "--enable-return-routed-experts" in build_command(section, tmp_path, is_cpu=False).words
     assert "--enable-return-routed-experts" not in build_command(InferenceSection(), tmp_path, is_cpu=False).words

@@ -57,6 +57,12 @@ def test_a_variable_of_the_shell_is_reported_at_the_line_of_its_key(tmp_path):
     assert str(error.value).count("\n") == 1 and "data.name = " in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["output-dir", "model.name", "ckpt.output-dir"])
+def test_the_home_of_a_user_whom_nobody_knows_is_refused(key):
+    with pytest.raises(ConfigError, match=rf"--{key} .*no user of this machine has the home ~nobody-here"):
+        load(RLConfig, [f"--{key}", "~nobody-here/x", *ENV])
+
+
 def test_a_variable_in_the_path_of_records_is_refused():
     with pytest.raises(ConfigError, match=r"path = '\$HOME/d.jsonl': .*shell"):
         next(read_records("$HOME/d.jsonl", "dataset: path"))

@@ -42,6 +42,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "another word for a role": ({"role": "human", "content": "a"}, "did you mean 'user'"),
     "no role": ({"content": "a"}, "has no role; it has content; give a role of system, user, assistant, tool"),
     "a number in a part": ({"role": "user", "content": [{"type": "text", "text": 3}]}, "write str"),
+    "a part of an unknown type": (
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        r"content\[0\].type must be one of text, image, image_url, got 'input_text'",
+    ),
     "a text as part": ({"role": "user", "content": ["a"]}, r"content\[0\] must be an object with a type"),
     "a text as call": ({"role": "assistant", "content": "", "tool_calls": ["add"]}, r"tool_calls\[0\] must be an"),
     "a call without a name": ({"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, "a name"),
@@ -189,11 +193,19 @@ class Source(OneTask):
 
 
 @pytest.mark.parametrize(
-    "value", [{1}, b"a", object(), 1j, [{"a": {2}}]], ids=["set", "bytes", "object", "complex", "set below"]
+    "value",
+    [{1}, b"a", object(), 1j, [{"a": {2}}], float("nan"), -np.float64("inf")],
+    ids=["set", "bytes", "object", "complex", "set below", "nan", "inf"],
 )
 def test_data_of_a_task_that_json_cannot_hold_is_refused(value: Any) -> None:
     env = Source(lambda i: Task(env="e", task_id="t", data={"letters": value}))
     with pytest.raises(EnvError, match=r"task 0: data\['letters'\].*which JSON cannot hold"):
+        tasks_of(env, "train").task(0)
+
+
+def test_keys_of_a_tasks_data_are_text_and_those_that_are_not_are_named() -> None:
+    env = Source(lambda i: Task(env="e", task_id="t", data={"by number": {1: "a"}}))
+    with pytest.raises(EnvError, match=r"task 0: data\['by number'\] has the key 1; keys of JSON are text"):
         tasks_of(env, "train").task(0)
 
 

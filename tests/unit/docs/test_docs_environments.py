@@ -30,6 +30,7 @@ SAYS = {
     "TwoCities": (lambda prompt: "10" if "Lima" in prompt else "37", 1),
     "Doubled": (lambda prompt: prompt.removeprefix("U").removesuffix(".A") * 2, 1),
     "Auction": (lambda prompt: "7" if "umpire" not in prompt else "first", 2),
+    "Office": (lambda prompt: "1" if "How many" in prompt else f"\\boxed{{{eval(prompt.strip('U.A='))}}}", 2),
 }
 
 

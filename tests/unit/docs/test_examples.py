@@ -61,6 +61,7 @@ def test_rl_plans_three_processes(path):
     assert cfg.trainer.scheduler.type == "constant" or cfg.max_steps is not None
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("path", RL, ids=name)
 def test_longest_solution_fits_into_a_reply_and_the_context(path):
     cfg, sft = load(RLConfig, ["@", str(path)]), load(SFTConfig, ["@", str(path.parent / "sft.toml")])

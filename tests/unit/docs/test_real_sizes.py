@@ -106,6 +106,7 @@ def assert_models_are_known(cfg: RLConfig) -> None:
     assert needed <= set(MODELS), "give the model's real size in MODELS"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_dry_run_of_an_example_accepts_its_models_real_size(name: str, models: Path, capsys) -> None:
     words = ["@", str(ROOT / name), "--output-dir", str(models / "out"), "--dry-run"]

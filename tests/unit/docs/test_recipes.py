@@ -17,13 +17,13 @@ from stretto.config.root import RLConfig, SFTConfig
 from stretto.data.model_file import ModelFile
 from stretto.envs.base import load_environment
 from stretto.envs.multi_turn import Episode
-from stretto.inference.vllm.command import build_command
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.plan import plan
 from stretto.launch.run.rl import plan_only
 from stretto.models.config import parse_config
 from stretto.models.decoder import Decoder
 from stretto.records.rollout import Task
+from stretto_vllm.command import build_command
 
 GSM8K = Path(__file__).parents[3] / "examples" / "gsm8k"
 WIDTHS = {"Qwen/Qwen3-0.6B": (28, 1024, 3072, 16), "Qwen/Qwen3-4B": (36, 2560, 9728, 32)}

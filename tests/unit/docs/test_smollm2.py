@@ -19,9 +19,9 @@ from stretto.envs.base import Reply
 from stretto.envs.multi_turn import Episode
 from stretto.examples.smollm2 import model as fetching
 from stretto.examples.smollm2.tasks import PermutedWords, Prices, Words, starts_with
-from stretto.launch import demo as demos
 from stretto.launch.plan.plan import plan
 from stretto.records.rollout import Task
+from stretto_start import demo as demos
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "smollm2"

@@ -29,6 +29,7 @@ def printed() -> tuple[str, ...]:
     return tuple(sorted(text for text in found if "\n\n" not in text))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("message", MESSAGES)
 def test_the_code_prints_this_message(message):
     pieces = [piece.strip() for piece in message.split("...")]

@@ -298,7 +298,7 @@ def test_what_is_no_prompt_fails_and_says_what_a_prompt_is(prompt: Any) -> None:
     assert all(rollout.status is RolloutStatus.FAILED for rollout in group.rollouts)
     assert "environment scores, task 0, prompt (" in group.rollouts[0].error
     assert "test_env_results.py:" in group.rollouts[0].error
-    advice = "role must be one of" if isinstance(prompt, list) and prompt and "role" not in prompt[0] else ""
+    advice = "has no role" if isinstance(prompt, list) and prompt and "role" not in prompt[0] else ""
     advice = advice if advice and isinstance(prompt[0], dict) else "return a text, or a list of messages such as"
     assert advice in group.rollouts[0].error
 

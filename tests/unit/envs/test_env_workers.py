@@ -95,7 +95,12 @@ def plain(group: Group) -> list:
 
 @pytest.mark.parametrize(
     ("env_id", "args"),
-    [("worker_envs:Repeat", {}), ("worker_envs:Chain", {"num_turns": 3}), ("worker_envs:Chain", {"max_turns": 2})],
+    [
+        ("worker_envs:Repeat", {}),
+        ("worker_envs:Chain", {"num_turns": 3}),
+        ("worker_envs:Chain", {"max_turns": 2}),
+        ("worker_envs:Team", {}),
+    ],
 )
 def test_groups_are_the_same_as_without_worker_processes(env_id, args):
     env = load_environment(env_id, args)

@@ -3,6 +3,7 @@ import sys
 import pytest
 
 from stretto.base.errors import ConfigError, EnvError
+from stretto.envs import find
 from stretto.envs.base import RolloutResult, SingleTurnEnv, TaskSource, checked_score, load_environment, tasks_of
 from stretto.envs.bundled.held_out import is_held_out
 from stretto.records.rollout import Task
@@ -168,19 +169,20 @@ def test_an_invalid_number_of_tasks_is_refused(count):
         tasks_of(Odd(TaskSource(lambda i: i, count)), "train")
 
 
-@pytest.mark.parametrize(
-    ("env_id", "args", "message"),
-    [
-        ("sort-letters", {"num_letters": "3"}, "num_letters = '3' must be int, got str"),
-        ("tic-tac-toe", {"num_opening_moves": True}, "num_opening_moves = True must be int, got bool"),
-        ("python-code", {"partial": "no"}, "partial = 'no' must be bool, got str"),
-        ("wordle", {"instruction": 5}, "instruction = 5 must be str, got int"),
-        ("arithmetic", {"timeout_s": [1]}, r"timeout_s = \[1\] must be float, got array"),
-        ("calculator", {"seed": 0.5}, "seed = 0.5 must be int, got float"),
-        ("alphabet-sort", {"num_turns": {}}, "num_turns = {} must be int, got object"),
-        ("reverse-text", {"seed": None}, "seed = None must be int, got null"),
-    ],
+WRONG_TYPES = (
+    ("sort-letters", {"num_letters": "3"}, "num_letters = '3' must be int, got str"),
+    ("tic-tac-toe", {"num_opening_moves": True}, "num_opening_moves = True must be int, got bool"),
+    ("python-code", {"partial": "no"}, "partial = 'no' must be bool, got str"),
+    ("reasoning-gym", {"dataset": "chain_sum", "seed": "a"}, "seed = 'a' must be int, got str"),
+    ("wordle", {"instruction": 5}, "instruction = 5 must be str, got int"),
+    ("arithmetic", {"timeout_s": [1]}, r"timeout_s = \[1\] must be float, got array"),
+    ("calculator", {"seed": 0.5}, "seed = 0.5 must be int, got float"),
+    ("alphabet-sort", {"num_turns": {}}, "num_turns = {} must be int, got object"),
+    ("reverse-text", {"seed": None}, "seed = None must be int, got null"),
 )
+
+
+@pytest.mark.parametrize(("env_id", "args", "message"), [each for each in WRONG_TYPES if each[0] in find.names()])
 def test_an_argument_of_the_wrong_type_is_refused(env_id, args, message):
     with pytest.raises(ConfigError, match=f"^environment '{env_id}': {message}"):
         load_environment(env_id, args)

@@ -24,8 +24,8 @@ from stretto.base.errors import ConfigError, EngineError, EnvError
 from stretto.base.paths import RunDir
 from stretto.config.sections.algorithm import GrpoAlgo
 from stretto.config.sections.orchestrator import SamplingSection
-from stretto.envs.base import EpisodeLimits, LimitReached, Reply, RolloutResult
-from stretto.envs.multi_turn import MultiTurnEnv, ToolEnv
+from stretto.envs.base import EpisodeLimits, LimitReached, Reply, RolloutResult, TaskSource
+from stretto.envs.multi_turn import Episode, MultiTurnEnv, ToolEnv
 from stretto.envs.tools import MAX_CALLS, MAX_STUCK, Tool, Toolset
 from stretto.ledger import Ledger, LedgerReader
 from stretto.orchestrator.batch import to_samples
@@ -33,7 +33,7 @@ from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.codec import decode_blob, encode_blob
-from stretto.records.rollout import Group, RolloutStatus
+from stretto.records.rollout import Group, RolloutStatus, Task
 
 
 def play(env, answer, *, members=1, delay=None, renderer=None, **settings):
@@ -461,6 +461,30 @@ def test_tool_results_are_not_trained_and_the_first_reply_without_a_call_is_the_
     assert text_of(branch, True) == 'hm!plus{"a": 2, "b": 3}.5.'
     assert text_of(branch, False) == "U2+3?.AT5.A"
     assert not branch.logprobs[~branch.is_sampled].any()
+
+
+def open_box(number: int, episode: Episode) -> str:
+    """What is in a box."""
+    episode.state["opened"] = number
+    return episode.task.data["boxes"][number]
+
+
+def test_a_tool_sees_and_changes_its_episode_and_the_policy_knows_nothing_of_that_argument():
+    class Boxes(Adding):
+        tools = (open_box,)
+        tool_timeout_s = 30.0
+
+        def tasks(self, split):
+            return TaskSource(lambda i: Task(env="t", task_id=str(i), data={"boxes": ["3", "7"]}))
+
+        def score(self, episode):
+            return float(episode.last_text) + 10 * episode.state["opened"]
+
+    assert Boxes().tool_schemas()[0]["function"]["parameters"]["properties"] == {"number": {"type": "integer"}}
+    replies = ('!open_box{"number": 1}', "7")
+    assert play(Boxes(), scripted(*replies)).rollouts[0].reward == 17.0
+    given = play(Boxes(), scripted('!open_box{"number": 1, "episode": {}}', *replies)).rollouts[0]
+    assert "do not fit: episode: Extra inputs are not permitted" in text_of(given.branches[0], False)
 
 
 def test_a_sync_tool_does_not_block_the_event_loop():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.envs.base import EpisodeLimits, LimitReached, RolloutResult, SingleTurnEnv, TaskSource
+from stretto.envs.parts import play_part
 from stretto.records.rollout import Task
 
 
@@ -56,6 +57,18 @@ class Chain:
                 raise
             return RolloutResult(reward=0.5, is_truncated=True)
         return RolloutResult(reward=right / self.num_turns, agent_rewards={"side": 0.0})
+
+
+class Team(Chain):
+    """Speaks itself, and has two other environments played side by side as parts; one of them has an agent more."""
+
+    async def rollout(self, task: Task, ctx: Any) -> RolloutResult:
+        await ctx.chat([{"role": "user", "content": "plan"}])
+        repeat, chain = Repeat(), Chain(num_turns=2)
+        parts = await asyncio.gather(
+            play_part(ctx, repeat, repeat.tasks("train").task(3), "repeat"), play_part(ctx, chain, task, "chain")
+        )
+        return RolloutResult(reward=sum(part.result.reward for part in parts), parts=parts)
 
 
 class Unruly(Chain):

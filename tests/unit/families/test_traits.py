@@ -104,6 +104,7 @@ def places() -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.heavy
 def test_a_family_is_named_in_one_file() -> None:
     wrong = []
     for name, files in sorted(places().items()):
@@ -118,6 +119,7 @@ def test_a_family_is_named_in_one_file() -> None:
         assert names == {name for name, files in places().items() if file in files}, file
 
 
+@pytest.mark.heavy
 def test_a_family_that_is_a_file_is_found_by_all_that_ask(tmp_path: Path) -> None:
     """The file is in a folder of its own here, as if it were in families/own."""
     (tmp_path / "made_up.py").write_text(MADE_UP)

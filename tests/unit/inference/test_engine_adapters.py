@@ -19,7 +19,6 @@ from stretto.models.attention import PackedLayout
 from stretto.models.lora import Adapter, attach_adapters, save_adapter
 from stretto.records.weight_manifest import AdapterInfo, WeightGroup
 from stretto.transports.engine.api import Refusal
-from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import ShmPublisher
 
@@ -62,6 +61,7 @@ def same(one, other) -> bool:
     return np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_adapter_in_a_mixed_batch_is_its_merged_model(shape):
     core = build_core(build_model(**shape))
@@ -108,6 +108,7 @@ def test_an_engine_that_had_an_adapter_serves_the_base_with_the_same_bits():
     assert same(before, beside) and same(before, after)
 
 
+@pytest.mark.heavy
 def test_caches_are_by_adapter_and_by_what_it_holds():
     long = np.arange(2, 39, dtype=np.int32)
     core = build_core()
@@ -178,7 +179,9 @@ async def test_the_policys_adapter_comes_over_every_transport(transport, shape, 
     kinds = {
         "filesystem": lambda: FilesystemPublisher(tmp_path, keep_versions=2),
         "shm": lambda: ShmPublisher("test-adapters"),
-        "collective": lambda: CollectivePublisher("127.0.0.1", 0, bucket_bytes=4000, timeout_s=30),
+        "collective": lambda: pytest.importorskip("stretto_broadcast.collective").CollectivePublisher(
+            "127.0.0.1", 0, bucket_bytes=4000, timeout_s=30
+        ),
     }
     core = build_core(build_model(**shape))
     publisher = kinds[transport]()

@@ -122,6 +122,7 @@ async def test_abort_by_id_leaves_the_others():
         assert (await tasks["b"]).completions[0].finish_reason == "length"
 
 
+@pytest.mark.heavy
 async def test_an_update_reaches_a_busy_engine_and_loses_no_request(tmp_path):
     publisher = FilesystemPublisher(tmp_path, keep_versions=2)
     other = build_model(seed=1)

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("both_engines")
 MODEL = build_model()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("temperature", "top_k", "at"), [(1.0, None, 1), (0.6, 5, 7), (1.0, None, 11)])
 def test_every_sample_of_a_group_goes_on_by_itself_bit_for_bit(temperature, top_k, at):
     ids, sampling = prompt(np.random.default_rng(at), 21), {"temperature": temperature, "top_k": top_k}
@@ -29,6 +30,7 @@ def test_every_sample_of_a_group_goes_on_by_itself_bit_for_bit(temperature, top_
         assert ending.logprobs.tobytes() == completion.logprobs[at:].tobytes()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 9])
 def test_an_aborted_group_has_an_answer_a_sample_whatever_its_state(num_steps):
     """Aborted while it waits, in its prompt (in chunks of 16), and while it is decoded."""

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("both_engines")
 MODEL = build_model()
 
 
+@pytest.mark.heavy
 def test_logprobs_equal_the_trainers_forward_pass():
     rng = np.random.default_rng(0)
     core = build_core(MODEL)
@@ -43,6 +44,7 @@ def test_logprobs_equal_the_trainers_forward_pass():
             np.testing.assert_allclose(completion.prompt_logprobs[1:], reference[:start], atol=1e-5, rtol=0)
 
 
+@pytest.mark.heavy
 def test_logprobs_equal_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -70,6 +72,7 @@ def sample_alone(ids: np.ndarray, seed: int, member: int, count: int) -> list[in
     return tokens[len(ids) :]
 
 
+@pytest.mark.heavy
 def test_every_sample_of_a_group_draws_what_it_would_sample_alone():
     ids = prompt(np.random.default_rng(1), 21)
     group = run(build_core(MODEL), ask("group", ids, n=4, seed=11, max_tokens=25))[0]
@@ -93,6 +96,7 @@ def test_a_group_computes_its_prompt_once():
     assert core.scheduler.counters.prompt_tokens == 40
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("budget", [3, 16, 33])
 def test_chunked_prefill_changes_no_bit(budget):
     rng = np.random.default_rng(2)
@@ -105,6 +109,7 @@ def test_chunked_prefill_changes_no_bit(budget):
             assert a[0].prompt_logprobs.tobytes() == b[0].prompt_logprobs.tobytes()
 
 
+@pytest.mark.heavy
 def test_prefix_cache_hits_change_no_bit():
     ids = prompt(np.random.default_rng(4), 100)
     cold = build_core(MODEL, enable_prefix_caching=False)
@@ -320,6 +325,7 @@ def test_max_tokens_zero_scores_the_prompt():
     np.testing.assert_allclose(completion.prompt_logprobs[1:], packed_logprobs(MODEL, ids), atol=1e-5, rtol=0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -365,6 +371,7 @@ def test_in_bfloat16_the_engine_stays_as_near_to_the_trainer_as_rounding_allows(
         assert np.abs(completion.logprobs - reference[length - 1 :]).mean() < 0.01
 
 
+@pytest.mark.heavy
 def test_in_bfloat16_logits_are_rounded_no_more_than_the_trainers():
     """A first token attends only to itself, so engine and trainer compute the same hidden state."""
     model = build_model().to(torch.bfloat16)
@@ -384,6 +391,7 @@ def test_in_bfloat16_logits_are_rounded_no_more_than_the_trainers():
             assert logprob == pytest.approx(expected[token], abs=1e-5)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("budget", [None, 7])
 def test_the_likeliest_and_other_tokens_of_a_prompt_are_scored(budget):
     ids = prompt(np.random.default_rng(17), 20)

@@ -106,6 +106,7 @@ BAD = [
 ]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("body", "code", "words"), BAD, ids=[str(i) for i in range(len(BAD))])
 async def test_bad_input_is_a_clear_error(site, body, code, words):
     status, answer = await site.post(api.GENERATE, body)
@@ -278,6 +279,7 @@ async def test_streamed_completions_add_up_to_the_whole(site):
     assert events[-1]["usage"] == whole["usage"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("length", [1, 3])
 async def test_a_stop_text_is_not_streamed_unless_it_came_too_early_to_count(site, length):
     base = {"prompt": "abc", "max_tokens": 200, "seed": 3, "ignore_eos": True}

@@ -13,7 +13,6 @@ from stretto.inference import limits
 from stretto.inference.embedded.engine import Engine, EngineState, running
 from stretto.models.hub import export_tensors
 from stretto.records.weight_manifest import WeightGroup
-from stretto.transports.weights.collective import CollectivePublisher
 from stretto.transports.weights.filesystem import FilesystemPublisher
 
 MODEL = build_model()
@@ -118,7 +117,8 @@ async def test_the_failure_of_a_request_reaches_its_caller_and_the_engine_goes_o
 @pytest.mark.heavy
 async def test_a_broadcast_that_fails_before_its_first_tensor_changes_nothing():
     before = run(build_core(build_model()), ask("r", PROMPT))[0][0]
-    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1 << 20, timeout_s=1)
+    collective = pytest.importorskip("stretto_broadcast.collective")
+    publisher = collective.CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1 << 20, timeout_s=1)
     try:
         manifest = publisher.publish(1, export_tensors(build_model(1)))
         alone_of_two = WeightGroup(request="r", world_size=2, rank=0)

@@ -60,6 +60,7 @@ def test_every_console_script_exists() -> None:
             assert callable(addons.object_at(target))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("verb", ROOTS)
 def test_help_shows_every_key_with_meaning_and_default(verb: str) -> None:
     words = help_text(verb, ROOTS[verb], "all", width=10_000)
@@ -101,6 +102,7 @@ def test_help_of_a_word_shows_only_its_keys(capsys: pytest.CaptureFixture[str]) 
     assert "no key of `stretto rl` contains `nonsense`" in capsys.readouterr().out
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("verb", ("rl", "sft", "eval", "serve"))
 def test_the_page_says_of_every_key_what_help_says(verb: str) -> None:
     plain = lambda text: " ".join(text.replace("`", "").split())
@@ -149,6 +151,7 @@ USED = {"prime": ("rollouts_per_example", "[trainer.model"), "clusters": ("[slur
 """By add-on: what stands in examples that use it."""
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("path", LOCAL_EXAMPLES, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_screen(
     path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,6 +259,7 @@ def test_a_dry_run_of_rl_imports_nothing_heavy(tmp_path: Path) -> None:
     assert done.stderr == "0 []\n"
 
 
+@pytest.mark.heavy
 def test_a_command_that_is_right_looks_for_no_near_names() -> None:
     """Nor imports what finds them."""
     code = (
@@ -280,6 +284,7 @@ def test_a_second_signal_at_once_writes_no_second_line() -> None:
     assert (done.returncode, done.stderr) == (130, "interrupted\n"), done
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("words", [(), ("rl", "--help", "all")])
 def test_a_reader_that_goes_away_gets_no_traceback(words: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "stretto", *words]
@@ -352,7 +357,7 @@ def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description
 
 def test_every_key_that_another_name_points_at_exists() -> None:
     known = {path for root in ROOTS.values() for path, _, _ in all_paths(root)}
-    of_dataset = ("path", "eval_path", "reward", "rewards")
+    of_dataset = ("path", "eval_path", "reward", "rewards", "shuffle")
     known |= {f"orchestrator.env.0.args.{name}" for name in of_dataset}
     assert {path for paths in SYNONYMS.values() for path in paths} <= known
 
@@ -363,16 +368,3 @@ def test_help_alone_is_one_screen_of_what_people_set(verb: str) -> None:
     assert len(lines) < 60 and f"`{verb} --help all` shows all" in lines[-1]
     known = {path for path, _, _ in all_paths(ROOTS[verb])}
     assert set(COMMON_KEYS[ROOTS[verb]].split()) <= known
-
-
-def test_init_writes_a_project_whose_files_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = tmp_path / "mine"
-    assert cli.main(["init", str(directory)]) == 0
-    monkeypatch.chdir(directory)
-    assert {path.name for path in directory.iterdir()} == {"envs.py", "sft.toml", "rl.toml", "README.md"}
-    for verb in ("sft", "rl"):
-        load(ROOTS[verb], ["@", f"{verb}.toml"])
-    before = (directory / "rl.toml").read_text()
-    assert cli.main(["init", str(directory)]) == 2 and (directory / "rl.toml").read_text() == before
-    (tmp_path / "file").write_text("")
-    assert cli.main(["init", str(tmp_path / "file" / "below")]) == 2

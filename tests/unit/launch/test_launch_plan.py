@@ -70,6 +70,7 @@ def test_every_process_is_started_from_the_config_the_plan_writes(config) -> Non
     assert json.loads(plan.run.plan.read_text())["batch"]["rollouts"] == 32
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_supervised", [False, True])
 @pytest.mark.parametrize(
     "words", ["--no-inference.router", "--inference.router.policy round_robin", "--inference.engine vllm"]
@@ -540,6 +541,7 @@ def test_a_long_table_has_a_line_for_like_processes_of_many_nodes() -> None:
     assert len(few) == 4, "a short table has a line per node and engine"
 
 
+@pytest.mark.heavy
 def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
     file, empty = tmp_path / "rl.toml", tmp_path / "empty"
     empty.mkdir()
@@ -549,6 +551,7 @@ def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
     assert result.returncode == 2 and f"name = {str(empty)!r}: there is no config.json" in result.stderr
 
 
+@pytest.mark.heavy
 def test_a_missing_model_is_refused_before_anything_is_deleted(tmp_path: Path) -> None:
     file = tmp_path / "rl.toml"
     file.write_text(TOML.replace("models/tiny", "models/of/nobody"))

@@ -261,13 +261,6 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
         "orchestrator", environment("arithmetic", 'num_terms = "3"'), {},
         ["environment 'arithmetic': num_terms = '3' must be int, got str. Change `args`."],
     ),
-    "a seed of another kind": (
-        "orchestrator", environment("reasoning-gym", 'dataset = "chain_sum", seed = "a"'), {},
-        ["environment 'reasoning-gym': seed = 'a' must be int, got str"],
-    ),
-    "a code environment without its sandbox": (
-        "orchestrator", environment("python-code", 'backend = "jail"'), {}, ["jail"],
-    ),
     # -- hooks --
     "a hook in no module": (
         "orchestrator", hook("sample_filter"), {},
@@ -359,6 +352,7 @@ def check(output: str, parts: list[str]) -> None:
     assert len(re.findall(r"^error: ", output, re.M)) == 1, output
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", CASES)
 def test_one_mistake_is_one_message_and_no_traceback(place, capsys, case):
     verb, toml, files, parts = CASES[case]

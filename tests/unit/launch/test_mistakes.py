@@ -442,6 +442,7 @@ def told(words: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.Lo
     return " ".join(f"{said.err} {said.out} {caplog.text}".split())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered_with_place_reason_and_remedy(mistake, place, capsys, caplog):
     command, *parts = MISTAKES[mistake]

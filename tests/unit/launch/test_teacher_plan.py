@@ -12,6 +12,7 @@ import pytest
 from stretto.base import ports, process
 from stretto.base.errors import ConfigError
 from stretto.base.secret import Secret
+from stretto.check.models import check_shape
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig
 from stretto.config.sections.distill import MODEL_KEY_VAR
@@ -170,3 +171,32 @@ def test_a_users_keys_are_those_of_the_engines_beside_the_policys(
     env = {spec.role: spec.env for spec in plan.processes}
     assert env["teacher"]["VLLM_API_KEY"] == "t3acher" == env["orchestrator"]["TEACHER_API_KEY"]
     assert env["model_judge"]["VLLM_API_KEY"] == "t3acher"
+
+
+@pytest.mark.parametrize(
+    ("algo", "words", "key"),
+    [
+        ({"type": "opd"}, ["--orchestrator.teacher.model", "{}/taught"], "teacher_inference.model"),
+        ({"type": "opd", "teachers": {"big": 1.0}}, ["--models.big.model", "{}/taught"], "models.big.model"),
+        ({"type": "grpo"}, ["--models.big.model", "{}/taught"], None),
+    ],
+)
+def test_a_teacher_with_other_tokens_is_refused_before_the_start(tmp_path, algo, words, key):
+    """A judge may have any."""
+    hf = {
+        "model_type": "qwen3", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 10,
+    }  # fmt: skip
+    for name, end in (("policy", 2), ("taught", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(hf))
+        tokens = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "end", "id": end}]}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokens))
+    given = ["--model.name", str(tmp_path / "policy"), *(word.format(tmp_path) for word in words)]
+    envs = json.dumps([{"id": "reverse-text", "algo": algo}])
+    cfg = load(RLConfig, [*given, "--orchestrator.env", envs, "--output-dir", str(tmp_path)], verb="rl")
+    if key is None:
+        check_shape(cfg)
+        return
+    with pytest.raises(ConfigError, match=rf"{key} = .*another tokenizer.*'end' is 3 there and 2 here"):
+        check_shape(cfg)

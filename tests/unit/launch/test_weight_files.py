@@ -93,6 +93,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("fault", FAULTS)
 def test_weights_that_do_not_fit_are_refused_with_the_way_out(fault: str, model: Path) -> None:
     tensors, config, words = FAULTS[fault]
@@ -102,6 +103,7 @@ def test_weights_that_do_not_fit_are_refused_with_the_way_out(fault: str, model:
     assert str(raised.value).startswith(f"[model] name = '{model}': ") and "\n" not in str(raised.value)
 
 
+@pytest.mark.heavy
 def test_a_whole_model_has_no_fault_and_neither_have_a_copy_of_the_embedding_and_padded_rows(model) -> None:
     assert check(model) == []
     change(model, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
@@ -173,7 +175,13 @@ def test_a_directory_without_weights_is_not_ready_in_a_dry_run_and_refused_at_a_
 
 
 @pytest.mark.parametrize(
-    ("target", "said"), [("q_porj", "did you mean q_proj?"), ("zzz", "it has down_proj, gate_proj, k_proj")]
+    ("target", "said"),
+    [
+        ("q_porj", "did you mean q_proj?"),
+        ("zzz", "it has down_proj, gate_proj, k_proj"),
+        ("all-linear", "names of layers are needed, and without target_modules all have one: down_proj"),
+        (".*proj", "names of layers are needed"),
+    ],
 )
 def test_adapters_are_for_layers_that_the_model_has(model: Path, target: str, said: str) -> None:
     trained = ModelSection(name=str(model), lora=LoRASection(target_modules=(target,)))
@@ -209,6 +217,7 @@ def words_of(verb: str, model: Path, tmp_path: Path) -> list[str]:
     return [verb, *shared, *more[verb]]
 
 
+@pytest.mark.heavy
 @needs("doctor")
 @pytest.mark.parametrize("verb", ["rl", "sft", "inference"])
 def test_a_start_a_dry_run_and_the_doctor_refuse_with_the_same_line(verb, model, tmp_path, capsys) -> None:

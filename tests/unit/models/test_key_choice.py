@@ -146,6 +146,7 @@ class _LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.heavy
 def test_no_tensor_grows_with_the_square_of_the_tokens(tmp_path, monkeypatch):
     for name, size in (("MAX_QUERIES", 32), ("MAX_KEYS", 64), ("MAX_GATHERED", 1 << 14)):
         monkeypatch.setattr(key_choice, name, size)

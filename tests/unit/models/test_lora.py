@@ -16,6 +16,8 @@ from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.lora import CONFIG, TENSORS, Adapter, attach_adapters, load_adapter, save_adapter, with_adapter
+from stretto.models.moe import Experts
+from stretto.models.parts.router import Routing
 from stretto.trainer.learner import Learner
 
 SHAPES = {"dense": {}, "moe": {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}}
@@ -126,6 +128,22 @@ def test_grouped_experts_equal_the_loop():
     torch.testing.assert_close(grouped, logits(policy), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_experts_take_a_pass_without_rows_and_give_zero_gradients(has_adapter):
+    policy = build_policy(**SHAPES["moe"])
+    if has_adapter:
+        with_random_adapter(policy)
+    (experts, *_) = [module for module in policy.modules() if isinstance(module, Experts)]
+    for use_grouped_mm in (True, False):
+        experts.use_grouped_mm = use_grouped_mm
+        experts.zero_grad()
+        x = torch.zeros(0, experts.gate_up_proj.shape[2], requires_grad=True)
+        out = experts(x, torch.zeros(4, dtype=torch.int64), Routing(), torch.zeros(0, dtype=torch.int64))
+        out.sum().backward()
+        assert not len(out) and not any(p.grad.any() for p in experts.parameters() if p.requires_grad)
+
+
+@pytest.mark.heavy
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_what_is_saved_is_what_peft_computes(shape, tmp_path):
     peft = pytest.importorskip("peft")

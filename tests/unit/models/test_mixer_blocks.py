@@ -36,6 +36,7 @@ def gradients(model: Decoder) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("ac", [{"mode": "full"}, {"mode": "selective", "targets": TARGETS}], ids=["full", "selective"])
 def test_recomputed_blocks_have_the_same_gradients(directory, ac):
     plain, recomputed = load(directory), load(directory)
@@ -46,6 +47,7 @@ def test_recomputed_blocks_have_the_same_gradients(directory, ac):
         assert torch.equal(gradient, expected[name]), name
 
 
+@pytest.mark.heavy
 def test_adapters_train_and_merge(directory):
     model = load(directory)
     targets = (*LoRASection().target_modules, "in_proj", "in_proj_qkv", "out_proj", "q_b_proj", "kv_b_proj")

@@ -174,6 +174,7 @@ def gradients_of_both(theirs, ours, ids) -> tuple[dict, dict, list[torch.Tensor]
     return dict(ours.tensor_map.export(found)), expected, [*both, *losses]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", CASES)
 def test_logits_loss_and_every_gradient_equal_transformers(case, tmp_path):
     build_theirs(case).save_pretrained(tmp_path)
@@ -192,6 +193,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(case, tmp_path):
     assert_gradients_as_exact_as_theirs(ours, theirs, 1e-4 if is_recurrent else 1e-5)
 
 
+@pytest.mark.heavy
 @torch.no_grad()
 def test_packed_documents_equal_each_alone_and_positions_matter(pair):
     _, ours, _ = pair
@@ -204,6 +206,7 @@ def test_packed_documents_equal_each_alone_and_positions_matter(pair):
     assert (leaky[12:] - packed[12:]).abs().max() > 0.05, "the control must fail"
 
 
+@pytest.mark.heavy
 def test_a_shared_prompt_is_computed_once_with_the_same_logits_and_gradients(pair):
     _, ours, _ = pair
     if not ours.shares_prefixes:
@@ -228,6 +231,7 @@ def test_a_shared_prompt_is_computed_once_with_the_same_logits_and_gradients(pai
         torch.testing.assert_close(one, two, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_config_survive_the_way_there_and_back(case, dtype, tmp_path):
@@ -245,6 +249,7 @@ def test_weights_and_config_survive_the_way_there_and_back(case, dtype, tmp_path
         assert torch.equal(a, b.to(a.dtype)), name
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", MIXER_CASES)
 def test_our_config_json_says_what_theirs_did(case, tmp_path):
     """The table of a family in both directions, and transformers reads what we write."""
@@ -277,6 +282,7 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "kimi_k2"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", SCRATCH_FAMILIES)
 def test_transformers_builds_the_same_network_from_our_config(family, tmp_path):
     ours = hub.random_model(
@@ -378,6 +384,7 @@ def test_a_config_that_contradicts_itself_or_the_family_is_refused(case, change,
         hub.load_config(tmp_path)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", CASES)
 def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(case):
     """Or it is refused by name: nothing is computed with a value of our own."""

@@ -30,6 +30,7 @@ def inputs(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> tuple[Tenso
     return tuple(torch.randn(size, generator=generator).to(dtype) for size in sizes)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 97, 200])

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -193,13 +187,3 @@ def test_heads_that_do_not_fit_together_are_not_read_by_the_kernels():
 
 class Marked(torch.Tensor):
     """Some other kind of tensor."""
-
-
-@pytest.mark.heavy
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_for_gpus_give_torchs_numbers_in_the_interpreter():
-    """In a process of its own: triton reads TRITON_INTERPRET when it is imported."""
-    code = "import torch, cases.gpu_kernels as c, stretto.models.native.gpu as g"
-    code += "; [c.assert_row_kernels_agree(g.GpuKernels(), 'cpu', d) for d in (torch.float32, torch.bfloat16)]"
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", code], env=env, cwd=Path(__file__).parents[2], check=True, timeout=120)

@@ -37,6 +37,7 @@ def measured() -> str:
 NAMES = sorted({metric.name for part in PARTS for metric in part.metrics})
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_in_the_table_is_measured_somewhere(name, measured):
     """As a whole, or without what is put before and behind it: eval/<env>/<mode>, rl/ and /mean."""

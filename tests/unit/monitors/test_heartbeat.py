@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import urllib.error
-import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from ports import free_port
 
 from stretto.base.paths import RunDir
+from stretto.base.ports import open_url
 from stretto.config.sections.monitors import HeartbeatSection, MonitorsSection, PrometheusSection
 from stretto.monitors.base import build_monitors
 from stretto.monitors.heartbeat import HeartbeatMonitor
@@ -74,14 +74,16 @@ def test_prometheus_reads_the_latest_metrics(tmp_path: Path):
     expected = 'stretto_loss_mean{role="trainer",run="mine"} 0.25\n'
     for _ in range(100):
         try:
-            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+            with open_url(f"http://127.0.0.1:{port}/metrics", 5) as answer:
+                text = answer.read().decode()
         except urllib.error.URLError:  # its thread has not begun to listen
             time.sleep(0.05)
             continue
         if expected in text:
             break
     assert expected in text and 'stretto_step{role="trainer",run="mine"} 2.0\n' in text
-    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
+    with open_url(f"http://127.0.0.1:{port}/health", 5) as answer:
+        assert answer.status == 200
     with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/other", timeout=5)
+        open_url(f"http://127.0.0.1:{port}/other", 5)
     monitors.close()

@@ -142,3 +142,31 @@ def test_few_steps_have_no_verdict() -> None:
     for _ in range(3):
         diagnosis.add(GOOD)
     assert diagnosis.verdict() is None and WINDOW > 3
+
+
+def evaluated(rewards: list[float], *evals: dict[str, float]) -> tuple[list[str], str]:
+    """Warnings of the evals, which are spread over the steps, and the verdict."""
+    diagnosis, said = Diagnosis(), []
+    for number, reward in enumerate(rewards):
+        diagnosis.add(GOOD | {"reward/mean": reward})
+        if number in (0, len(rewards) - 1):
+            said += diagnosis.add_eval(evals[number > 0])
+    return said, diagnosis.verdict()
+
+
+def test_a_reward_that_rises_while_a_held_out_one_falls_is_said_to_pay_for_something_else() -> None:
+    rising = [0.1 + 0.02 * step for step in range(40)]
+    warned, verdict = evaluated(rising, {"own": 0.2, "asked": 0.5}, {"own": 0.9, "asked": 0.1})
+    [text] = warned
+    assert "asked 0.500 -> 0.100" in text and "own" not in text and "--best 3" in text
+    assert ": improved, but held-out rewards have fallen" in verdict and "pay for something else" in verdict
+
+
+@pytest.mark.parametrize(
+    ("rewards", "after"),
+    [([0.1 + 0.02 * step for step in range(40)], 0.45), ([0.5] * 40, 0.1)],
+    ids=["noise of an eval", "a reward that does not rise"],
+)
+def test_other_falls_are_not_blamed_on_the_reward(rewards: list[float], after: float) -> None:
+    warned, verdict = evaluated(rewards, {"asked": 0.5}, {"asked": after})
+    assert warned == [] and "held-out" not in verdict

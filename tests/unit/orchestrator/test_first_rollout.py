@@ -25,11 +25,13 @@ from stretto.records.rollout import Task
 class Scored(SingleTurnEnv):
     name = "scored"
 
-    def __init__(self, score="1.0", length=1, is_drawn=False):
+    def __init__(self, score="1.0", length=1, is_drawn=False, task_id="{i}", num_tasks=None):
         self.code, self.length, self.is_drawn = score, length, is_drawn
+        self.task_id, self.num_tasks = task_id, num_tasks
 
     def tasks(self, split):
-        return TaskSource(lambda i: Task(env=self.name, task_id=f"{split}-{i}", data={}))
+        make = lambda i: Task(env=self.name, task_id=self.task_id.format(i=i), data={"i": i})
+        return TaskSource(make, self.num_tasks)
 
     def prompt(self, task):
         self.length += self.is_drawn
@@ -104,6 +106,11 @@ def test_an_error_that_only_names_a_missing_server_is_a_fault_of_the_code(look):
 def test_a_prompt_that_is_drawn_anew_is_said(look):
     task = look(is_drawn=True)
     assert any("differs when it is made twice" in note for note in task.notes)
+
+
+def test_different_tasks_with_one_id_are_said(look):
+    assert any("tasks 0 and 1 have the same task_id" in note for note in look(task_id="same").notes)
+    assert not look(task_id="same", num_tasks=1).notes
 
 
 def test_a_prompt_without_room_for_a_reply_names_the_smallest_limit_by_its_key(look):

@@ -73,6 +73,7 @@ def test_rows_have_at_most_so_many_patches_and_images_travel_with_their_samples(
 lengths = st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=60)
 
 
+@pytest.mark.heavy
 @settings(max_examples=150, deadline=None)
 @given(lengths, st.integers(1, 8), st.booleans())
 def test_no_token_is_lost_no_sample_is_split_and_ranks_are_even(lengths, world_size, by_flops):

@@ -316,6 +316,7 @@ def test_masters_coarser_than_the_model_are_refused():
         build_learner(optimization_dtype="bfloat16")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -433,6 +434,11 @@ def rates(cfg, max_steps, peak=1.0):
 def test_constant_rate_rises_in_equal_parts_and_stays():
     assert rates(ConstantScheduler(warmup_steps=4), 6) == [0.25, 0.5, 0.75, 1, 1, 1]
     assert rates(ConstantScheduler(warmup_steps=0), 2, peak=0.1) == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("kind", [ConstantScheduler, LinearScheduler, CosineScheduler])
+def test_every_rate_rises_over_ten_steps_unless_told_otherwise(kind):
+    assert rates(kind(), 100)[:11] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1], rel=0.01)
 
 
 def test_linear_rate_rises_stays_and_falls():

@@ -269,6 +269,7 @@ def test_samples_without_choices_are_marked_so_and_mixed_models_refused():
         to_micro_batch([sample("a", routes), sample("c", np.zeros((4, 2, 3), np.uint8))])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_all_sent", [True, False])
 def test_two_turns_are_replayed_as_they_were_computed(is_all_sent):
     """All but the end of the second turn's prompt comes from the prefix cache; no choices are lost between turns."""

@@ -429,6 +429,7 @@ def test_the_policys_schedule_begins_with_the_first_step_that_trains_it(tmp_path
 # -- log-probabilities that the sampler did not give --
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("settings", [{}, {"updates_per_step": 2}, {"epochs_per_step": 2}])
 @pytest.mark.parametrize("loss", [PpoLoss(), PpoLoss(use_rollout_logprobs=True), DefaultLoss()])
 def test_unknown_logprobs_are_those_of_the_trainer_before_the_step(settings, loss):
@@ -606,6 +607,7 @@ def trained(section, batches):
     return torch.cat([each.detach().flatten() for each in learner.policy.parameters()]), metrics
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("reduction", ["rollout", "token", "sample"])
 def test_a_loss_from_logits_is_the_built_in_one(named, reduction):
     loss = PpoLoss(use_rollout_logprobs=False, clip_low=0.2, clip_high=0.2, reduction=reduction)

@@ -73,6 +73,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_has_come(site, no_t
     assert status == 413 and "more than" in answer["error"]["message"]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("route", ROUTES)
 async def test_a_small_body_that_unpacks_to_a_large_one_is_refused(site, no_traceback, route):
     bomb = gzip.compress(b'{"prompt":"' + b"a" * (40 << 20) + b'"}')

@@ -75,6 +75,8 @@ def columns_of(sources: Any, key: str) -> list[str]:
         return Records.of(sources, key).columns
     from stretto.data.records import read_records
 
+    if not isinstance(sources, str | Path | list | tuple) or not sources:
+        raise ConfigError(f"{key} = {sources!r:.60}: give a list of dicts, a data set, a table, or a file of records")
     first = str(sources if isinstance(sources, str | Path) else next(iter(sources)))
     is_here = Path(first.partition("@")[0]).expanduser().exists()
     return [str(name) for _, row in islice(read_records(first, key, is_streamed=not is_here), 1) for name in row]

@@ -18,6 +18,7 @@ from stretto.api.given.files import Given, as_list
 from stretto.api.given.records import LABELS, PROMPTS, columns_of, first_of
 from stretto.base.errors import ConfigError
 from stretto.config.section import Section, dotted, suggest
+from stretto.config.synonyms import keys_meant
 from stretto.data.values import describe_value
 
 Tree = dict[str, Any]
@@ -81,6 +82,13 @@ TRL = {
     "use_vllm": "inference={'engine': 'vllm'}",
     "environment_factory": "env=",
     "eval_strategy": "eval_steps=",
+    "shuffle_dataset": 'env={"id": "dataset", "args": {"path": "train.jsonl", "shuffle": False}}',
+    "tools": "env=, a ToolEnv with these functions",
+    "max_tool_calling_iterations": "env=, an environment with limits = EpisodeLimits(max_turns=...)",
+    "model_init_kwargs": 'model={"name": ..., "dtype": "bfloat16"}',
+    "vllm_mode": "inference_gpu_ids= and trainer_gpu_ids=, the same GPUs for `colocate`",
+    "hub_model_id": "nothing here, and `stretto push RUN` afterwards",
+    "packing": "nothing: rows are always packed, and samples do not see each other",
 }
 """What to write for words of TRL's trainers."""
 START = ("clean", "resume", "dry_run", "print_config")
@@ -214,6 +222,8 @@ def _meant(verb: str, name: str, known: Collection[str], root: type[Section]) ->
             return f"write {shorts[key]}="
         if "." in key:
             return f'write **{{"{key}": ...}}'
+        if key in keys_meant(name):
+            return f"write {key}="
     near = difflib.get_close_matches(name, known, n=1) or keys
     return f"did you mean {near[0]}=?" if near else "docs/python.md lists them; `rl --help` has the sections"
 

@@ -25,6 +25,7 @@ class Flag(msgspec.Struct, frozen=True, omit_defaults=True):
     choices: tuple[str, ...] = ()
     negation: str | None = None  # `--no-...` where there is one
     kind: str = "text"  # "text" | "integer" | "number"
+    default: Any = None  # what it is without the option, where that is known
 
 
 class Table(msgspec.Struct, frozen=True):

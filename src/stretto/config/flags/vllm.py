@@ -1,6 +1,6 @@
 """vLLM's command line: `--headless` after `inference`, and [inference] vllm_extra.
 
-`vllm.json` lists every long option of the supported vLLM; inference/vllm/flags.py writes it.
+`vllm.json` lists every long option of the supported vLLM; stretto_vllm/flags.py writes it.
 """
 
 from __future__ import annotations

@@ -16,8 +16,12 @@ GROUP_BASELINE = {"grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_base
 """Algos whose baseline is the group."""
 BATCH_BASELINE = {"ppo", "reinforce_plus_plus", "rae"}
 """Algos whose baseline is known only when a batch is complete."""
-PARTNERS = {"gae": "ppo", "returns": "reinforce_plus_plus", "shaped": "reinforce_plus_plus_baseline"}
-"""The algo that each type of [trainer.advantages] completes."""
+PARTNERS = {
+    "gae": ("ppo",),
+    "returns": ("reinforce_plus_plus",),
+    "shaped": ("reinforce_plus_plus_baseline", "grpo", "dr_grpo", "rloo", "max_rl"),
+}
+"""The algos that each type of [trainer.advantages] completes."""
 WITHOUT_RATIO = {"reinforce", "custom"}
 """Losses that importance weights may multiply."""
 RATIO_BOUNDS = ("clip_low", "clip_high", "clip_dual", "dppo_mask_low", "dppo_mask_high", "ipo_threshold")
@@ -140,9 +144,9 @@ def scored_algos(cfg: RLConfig, at: At) -> Problems:
             yield Problem((kind, table), f"{kind} sends scores as they are; {way}")
         elif shaping is None or algo.type in WITHOUT_REWARD:
             continue
-        elif algo.type != PARTNERS[shaping.type]:
+        elif algo.type not in PARTNERS[shaping.type]:
             what = f'ignores [{table.path}] of type "{shaping.type}" and its settings'
-            way = f'use algo type "{PARTNERS[shaping.type]}", or drop that section'
+            way = f'use algo type "{" or ".join(PARTNERS[shaping.type])}", or drop that section'
             yield Problem((kind, table), f"{kind} {what}; {way}")
         elif getattr(algo, "whiten", False):
             what = f"[{table.path}] whitens what it makes of the scores; set whiten = false"
@@ -362,7 +366,7 @@ def gated_advantages(s: OrchestratorKeys, at: At) -> Problems:
 
 def uses_run_teacher(algo: Algo) -> bool:
     """Whether it learns from [orchestrator.teacher]."""
-    return isinstance(algo, TaughtAlgo) and algo.teacher is None
+    return isinstance(algo, TaughtAlgo) and algo.teacher is None and not algo.teachers
 
 
 def teachers(s: OrchestratorSection, at: At) -> Problems:
@@ -377,9 +381,12 @@ def teachers(s: OrchestratorSection, at: At) -> Problems:
         what = 'does nothing: no algo has type = "opd" or "sft" without a teacher of its own; drop it'
         yield Problem(teacher, f"{teacher.path} {what}")
     for path, algo in taught.items():
-        if algo.teacher is not None and algo.teacher.base_url is None:
+        if algo.teacher is not None and algo.teachers:
+            both = at(f"{path}.teacher"), at(f"{path}.teachers")
+            yield Problem(both, f"{both[0].path} and {both[1].path} say both who teaches; give one")
+        elif algo.teacher is not None and algo.teacher.base_url is None:
             key = at(f"{path}.teacher.base_url")
-            what = f"give the address of a teacher that runs; `rl` starts only [{teacher.path}]"
+            what = f"give the address of a teacher that runs; `rl` starts [{teacher.path}] and the models of `teachers`"
             yield Problem(key, f"{key.path}: {what}")
 
 

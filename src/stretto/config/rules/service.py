@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from stretto.config.root import RLConfig
+from stretto.config.root import RLConfig, ServeConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules, matching
 from stretto.config.sections.algorithm import CustomLoss
 from stretto.config.service import ServiceSection
@@ -96,4 +96,23 @@ def directory_of_runs(s: ServiceSection, at: At) -> Problems:
         yield Problem(directory, f"{directory}: {rule}")
 
 
-RULES: Rules = {RLConfig: (run_on_service,), ServiceSection: (address_of_links, directory_of_runs)}
+def shared_backbone(c: ServeConfig, at: At) -> Problems:
+    """Adapters are whole on every rank, beside layers that stay as they are."""
+    spread = "its weights are spread over trainer.num_ranks already"
+    for name, what in (("tp", "layers"), ("ep", "experts")):
+        key = at(f"model.{name}")
+        if key.held not in (1, "auto"):
+            yield Problem(key, f"{key} cuts {what} that adapters of many runs stand beside; leave it out: {spread}")
+    compiled, lora = at("model.compile"), at("model.lora")
+    if compiled.held is not None:
+        yield Problem(compiled, f"[{compiled.path}]: layers of a service change with its runs; leave it out")
+    if lora.held is not None:
+        bound = "service.max_lora_rank bounds its rank; leave it out"
+        yield Problem(lora, f"[{lora.path}]: each run of a service brings its own adapter, and {bound}")
+
+
+RULES: Rules = {
+    RLConfig: (run_on_service,),
+    ServeConfig: (shared_backbone,),
+    ServiceSection: (address_of_links, directory_of_runs),
+}

@@ -195,7 +195,10 @@ class ReturnsAdvantages(KlShapingSection):
 
 
 class ShapedAdvantages(KlShapingSection):
-    """The sample's advantage minus each token's KL penalty; for algo type `reinforce_plus_plus_baseline`."""
+    """The sample's advantage minus each token's KL penalty, for algos that compare a group.
+
+    With a stronger model as kl_model this is on-policy distillation beside the reward.
+    """
 
     type: Literal["shaped"] = "shaped"
 

@@ -55,7 +55,15 @@ class ModelLimits(Section):
     requests_per_minute: float | None = Field(None, gt=0)
     """Requests begun per minute, as an API may limit them; None: no limit."""
     cache_size: int = Field(10_000, ge=0)
-    """Replies that are kept in memory, the latest used. Only requests with temperature = 0 are answered from them."""
+    """Replies that are kept, in memory (the latest used) and in RUN/replies (the latest asked for), where a run that is
+    continued finds them. Only requests with temperature = 0 are answered from them."""
+    prompt_price: float | None = Field(None, ge=0)
+    """Price of a million tokens of prompts, in any currency, for the metric of costs; None: 0."""
+    reply_price: float | None = Field(None, ge=0)
+    """Price of a million tokens of replies; None: 0."""
+    max_cost: float | None = Field(None, gt=0)
+    """Most that all requests of a run may cost, over all its starts. Then it stops in order, and saves; requests that
+    are under way are still paid. None: no bound."""
 
 
 class ModelClientSection(ModelLimits):
@@ -73,13 +81,20 @@ class ModelClientSection(ModelLimits):
 class FrozenModelPlace(TeacherSection, ModelLimits):
     """Where a frozen model runs, and how it is asked."""
 
+    source: str | None = None
+    """What its kept replies are replies of: a digest of settings and files of the run's own engines, which the launcher
+    fills in. None: base_url."""
+
 
 class TaughtAlgo(Section):
     """Keys of the algos with a teacher."""
 
     type: str
     teacher: TeacherSection | None = None
-    """A teacher for these environments only, which runs at its base_url; None: [orchestrator.teacher]."""
+    """A teacher for these environments only, which runs at its base_url; None: `teachers`, else the run's."""
+    teachers: dict[str, float] = Field({})
+    """Teachers for these environments only: names of [models.NAME], with weights relative to each other. `opd` learns
+    from all of them: what counts is the weighted mean of their log-probabilities. `sft` takes one."""
 
 
 class OpdAlgo(TaughtAlgo):

@@ -123,6 +123,9 @@ class EnvSection(Section):
     """Keyword arguments of the environment."""
     system_prompt: str | None = None
     """A system message before each of its conversations that does not begin with one of its own."""
+    models: dict[str, str] = Field({})
+    """Names by which it asks frozen models: with { judge = "large" } its `ctx.model("judge")` is [models.large]. Models
+    that are not named here keep their names."""
     num_workers: int | None = Field(None, gt=0)
     """Processes it runs in, killed and started anew when they hang or crash; None: the orchestrator's own, and
     one for verifiers."""
@@ -429,10 +432,15 @@ class OrchestratorKeys(Section):
                 return f"orchestrator.env.{index}.algo"
         return "orchestrator.algo"
 
-    def teacher_of(self, env: str) -> TeacherSection | None:
-        """The frozen teacher of an environment; None: it has none."""
+    def teachers_of(self, env: str) -> dict[str, tuple[TeacherSection, float]]:
+        """The frozen teachers of an environment with their weights, by their names in metrics; {}: it has none."""
         algo = self.algo_of(env)
-        return (algo.teacher or self.teacher) if isinstance(algo, TaughtAlgo) else None
+        if not isinstance(algo, TaughtAlgo):
+            return {}
+        if algo.teachers:
+            return {name: (self.frozen_models[name], weight) for name, weight in algo.teachers.items()}
+        section = algo.teacher or self.teacher
+        return {} if section is None else {"teacher": (section, 1.0)}
 
     def sampling_of(self, env: str) -> SamplingSection:
         """How rollouts of an environment are sampled."""

@@ -269,6 +269,9 @@ class RankKeys(Section):
     """CPU threads of one rank; None: given out by the launcher."""
     matmul_precision: MatmulPrecision = "highest"
     """Precision of products of float32 matrices: `high` is TF32 on a GPU; on a CPU it changes nothing or little."""
+    is_deterministic: bool = False
+    """The same batch gives the same weights, bit for bit: torch's kernels are those that always sum in one order,
+    which takes time; an operation without such a kernel ends the run and names itself."""
     env_vars: dict[str, str] = Field({})
     """Environment variables of the trainer alone."""
 

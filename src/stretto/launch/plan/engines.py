@@ -383,7 +383,7 @@ def offload_connector(section: InferenceSection) -> dict[str, Any]:
 
 
 def _store_env(offload: MooncakeOffload, hosts: Sequence[str]) -> dict[str, str]:
-    """The addresses of the store for engines; inference/vllm/launch.py writes them to the file that vLLM reads."""
+    """The addresses of the store for engines; stretto_vllm/launch.py writes them to the file that vLLM reads."""
     config = {
         "mode": "standalone-store",
         "metadata_server": f"http://{in_url(hosts[0])}:{offload.metadata_port}/metadata",

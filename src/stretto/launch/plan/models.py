@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
@@ -74,9 +76,17 @@ def _with_servers(cfg: RLConfig, listen: Callable[[str], tuple[str, int]]) -> RL
             server = section.server.model_copy(update={"host": host, "port": port})
             models[name] = section.model_copy(update={"server": server})
             own = {} if section.api_key is not None else made
-            known = known.model_copy(update={"base_url": client_url(server), **own})
+            known = known.model_copy(update={"base_url": client_url(server), "source": source_of(section), **own})
         places[name] = known
     return replaced(replaced(cfg, "models", models), "orchestrator.frozen_models", places)
+
+
+def source_of(section: FrozenModelSection) -> str:
+    """A digest of what decides the replies of engines: their settings but for places, and the files of the model."""
+    settings = section.model_dump_json(exclude={"server", "client", "gpu_ids"})
+    files = sorted(file for file in Path(section.model or "").glob("*") if section.model and file.is_file())
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(f"{settings}{stats}".encode()).hexdigest()
 
 
 def num_gpus(section: FrozenModelSection) -> int:

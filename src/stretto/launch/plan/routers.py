@@ -1,8 +1,8 @@
 """Plans the router in front of several engines: it is started with them, or runs elsewhere.
 
     vllm      vllm-router: started here, or already running at `address`; there, a registrar per node
-              (launch/run/register.py) adds the node's engines to the router's list
-    dynamo    Dynamo's frontend with a worker for each engine, in a Python that has Dynamo (launch/run/dynamo_router.py)
+              adds the node's engines to the router's list
+    dynamo    Dynamo's frontend with a worker for each engine, in a Python that has Dynamo
     llm-d     only in Kubernetes, where the chart starts it and it finds engines by their labels
 
 The client of a router (transports/engine/client.py) is the same for all of them.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from stretto import addons
 from stretto.base.ports import address_towards, in_url
 from stretto.check.routers import dynamo_python
 from stretto.config.flags import router as router_flags
@@ -31,6 +32,15 @@ DYNAMO_MODES = {
 }
 """Flags of Dynamo's frontend for policies that are not the name of one of its modes. Engines report no cache events: in
 kv mode Dynamo records which prompts it has sent to which engine."""
+
+
+def _module(name: str) -> str:
+    """The module of an add-on that is run as a process.
+
+    Raises: ConfigError if it is not installed.
+    """
+    addons.check("stretto.routers", name, f"inference.router ({name})")
+    return addons.registered("stretto.routers")[name]
 
 
 def listen_address(host: str, node: str) -> str:
@@ -96,7 +106,7 @@ def _vllm_router(
     }
     for name, value in options.items():
         words += router_flags.arguments(name, value, f"inference.router.extra.{name}")
-    return HelperSpec("router", 0, (sys.executable, "-m", "stretto.launch.run.router", *words), port)
+    return HelperSpec("router", 0, (sys.executable, "-m", _module("vllm"), *words), port)
 
 
 # -- Dynamo --
@@ -105,7 +115,7 @@ def _vllm_router(
 def _dynamo(
     router: RouterSection, engines: Sequence[EngineSpec], hosts: Sequence[str], section: InferenceSection
 ) -> HelperSpec:
-    script = Path(__file__).parent.parent / "run" / "dynamo_router.py"
+    script = Path(addons.__file__).parents[1].joinpath(*_module("dynamo").split(".")).with_suffix(".py")
     model, port = section.model or "", section.deployment.router_port or section.server.port
     words = [dynamo_python(router), "-P", str(script), "--model", str(Path(model).expanduser().absolute())]
     words += ["--name", section.served_model_name or model, "--engines", *(e.url(hosts) for e in engines)]
@@ -135,5 +145,5 @@ def plan_registrars(
     by_node: dict[int, list[str]] = {}
     for engine in engines:
         by_node.setdefault(engine.node, []).append(engine.url(hosts))
-    command = (sys.executable, "-m", "stretto.launch.run.register", router.address)
+    command = (sys.executable, "-m", _module("registrar"), router.address)
     return tuple(HelperSpec("registrar", node, (*command, *urls)) for node, urls in by_node.items())

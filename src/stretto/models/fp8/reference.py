@@ -6,8 +6,8 @@ exports do not see 8 bits): every pass quantizes them again. The error of a prod
 is that of both gradients.
 
 `Kernels` computes the products in plain torch on any device; its subclasses for GPUs use triton and DeepGEMM
-(fp8/kernels.py). All products are grouped: rows are sorted by group, and `RowGroups` has the bounds; a linear layer has
-one group.
+(an add-on has them). All products are grouped: rows are sorted by group, and `RowGroups` has the bounds; a linear layer
+has one group.
 
 Source: DeepSeek-V3, arXiv:2412.19437, section 3.3. Differs: every linear layer of a block and all experts run
 in 8 bits in all three products; nothing is stored in 8 bits between passes.

@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from stretto import addons
 from stretto.models.native.kernels import LANES, declare
 from stretto.models.native.library import find_library
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, Shaped
-
-    from stretto.models.native.gpu import GpuKernels
 
 
 class Segments(Structure):
@@ -190,7 +189,7 @@ def gate_product(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"])
 
 class _GateProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: TrainingKernels | GpuKernels) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: TrainingKernels) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kernels = kernels
         return kernels.gate_product(gate, up)
@@ -213,9 +212,7 @@ def find_training_kernels(x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"]
     return None
 
 
-def find_row_kernels(
-    x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"] | None
-) -> TrainingKernels | GpuKernels | None:
+def find_row_kernels(x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"] | None) -> TrainingKernels | None:
     """The kernels for what is computed row by row, of a CPU or a GPU; None if there are none for these tensors.
 
     On a GPU all must have one dtype. The caller checks that the shapes fit together.
@@ -227,13 +224,11 @@ def find_row_kernels(
 
 
 @functools.cache
-def find_gpu_kernels() -> GpuKernels | None:
-    """The kernels for GPUs; None without triton."""
-    if find_spec("triton") is None:
+def find_gpu_kernels() -> Any:
+    """The kernels of an add-on for GPUs, None without triton: the methods of TrainingKernels, and two for the head."""
+    if find_spec("triton") is None or "rows" not in addons.offers("stretto.kernels"):
         return None
-    from stretto.models.native.gpu import GpuKernels
-
-    return GpuKernels()
+    return addons.load("stretto.kernels", "rows", "a GPU")()
 
 
 _PLAIN = (Tensor, nn.Parameter)

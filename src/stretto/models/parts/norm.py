@@ -2,7 +2,7 @@
 
 On CPUs torch computes its norm with six operations and differentiates each. Kernels in C (native/training.py) do both
 at once; where there are none, the gradient comes from the kernel of torch's layer norm, with mean 0 and with its term
-for the mean added back. GPUs have kernels of triton (native/gpu.py), also for 16 bits; without triton, and under
+for the mean added back. GPUs have kernels of triton (an add-on has them), also for 16 bits; without triton, and under
 torch.compile, which fuses operations itself, torch's norm is called. A pass without gradients has the same bits as one
 with them.
 """
@@ -20,8 +20,6 @@ from stretto.models.native.training import TrainingKernels, find_row_kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-
-    from stretto.models.native.gpu import GpuKernels
 
 
 def rms_norm(
@@ -44,9 +42,7 @@ def rms_norm(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kernels: TrainingKernels | GpuKernels | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kernels: TrainingKernels | None) -> Tensor:
         ctx.kernels = kernels
         if kernels is not None:
             out, inverse = kernels.rms_norm(x, weight, eps)

@@ -29,7 +29,7 @@ from stretto.config.root import EvalConfig
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection, is_at_interval
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
-from stretto.orchestrator.build import eval_run_info, open_env, system_prompts
+from stretto.orchestrator.build import eval_run_info, model_names, open_env, system_prompts
 from stretto.orchestrator.eval.results import (
     Row,
     build_eval_score,
@@ -190,6 +190,7 @@ def standalone_evaluator(
         run_id=cfg.run_name,
         timeout_s=cfg.rollout_timeout_s,
         system_prompts=system_prompts(*cfg.eval.env),
+        model_names=model_names(*cfg.eval.env),
         models=models,
     )
     return Evaluator(envs, cfg.eval, player, max_inflight_rollouts=cfg.max_inflight_rollouts, run_dir=cfg.run_dir)

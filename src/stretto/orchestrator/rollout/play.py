@@ -141,6 +141,7 @@ class PlaySettings:
     max_support: int | None = None  # most tokens in a support, if top_p, top_k and min_p are replayed
     system_prompts: Mapping[str, str] = field(default_factory=dict)  # by environment
     models: Mapping[str, ChatModel] = field(default_factory=dict)  # frozen ones that environments may ask
+    model_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by environment: what it calls them
 
     async def request_completions(
         self, request: GenerateRequest, version: int, *, is_learned: bool
@@ -206,6 +207,7 @@ class PlaySettings:
                 reason=Reason.CONTEXT_FULL,
             )
         sampling = self.sampling
+        room = min(room, overrides.pop("tokens_left", room))  # of a part of the episode
         max_tokens = overrides.pop("max_tokens", None) or sampling.max_completion_tokens or room
         if overrides.get("top_k") in (0, -1):  # the engines' spellings of no limit
             overrides["top_k"] = None

@@ -48,6 +48,7 @@ from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Score
 
 LOSSES = (Reason.WORKER_LOST, Reason.SANDBOX_LOST, Reason.ENGINE_ERROR)
 """Ends that are no doing of the episode's own: it is continued, not begun again."""
+TURN_COLUMNS = ("turn_rewards", "state_values", "states")
 SCORING_SHARE = 0.1
 """After rollout_timeout_s, this share of it is left to score what is there."""
 
@@ -414,12 +415,14 @@ def without_reward(result: RolloutResult) -> RolloutResult:
         agent_rewards=dict.fromkeys(result.agent_rewards, 0.0),
         branch_rewards=(0.0,) * len(result.branch_rewards),
         turn_rewards=(0.0,) * len(result.turn_rewards),
+        parts=tuple(msgspec.structs.replace(part, result=without_reward(part.result)) for part in result.parts),
     )
 
 
 def has_turns(result: RolloutResult) -> bool:
     """Does the result say something of the single turns?"""
-    return bool(result.turn_rewards or result.state_values or result.states)
+    is_given = bool(result.turn_rewards or result.state_values or result.states)
+    return is_given or any(has_turns(part.result) for part in result.parts)
 
 
 def scored_turns(result: RolloutResult, agents: Sequence[str], where: str) -> tuple[ScoredTurn, ...]:
@@ -427,19 +430,27 @@ def scored_turns(result: RolloutResult, agents: Sequence[str], where: str) -> tu
 
     Raises: EnvError if it has not one entry for each.
     """
-    for name in ("turn_rewards", "state_values", "states"):
-        given = getattr(result, name)
-        if given and len(given) != len(agents):
-            raise EnvError(
-                f"{where}: {name} has {len(given)} entries for {len(agents)} turns; give one per reply, None where a "
-                "turn has no reward or no state"
-            )
-    missing = (None,) * len(agents)
-    columns = (result.turn_rewards or missing, result.state_values or missing, result.states or missing)
+    columns: list[list[Any]] = [[None] * len(agents) for _ in TURN_COLUMNS]
+    _fill_turns(columns, result, range(len(agents)), where)
     return tuple(
         ScoredTurn(agent=agent, reward=reward, value=value, state=state)
         for agent, reward, value, state in zip(agents, *columns)
     )
+
+
+def _fill_turns(columns: list[list[Any]], result: RolloutResult, turns: Sequence[int], where: str) -> None:
+    """Write what a result says of its turns, whose numbers are given, then what its parts say of theirs."""
+    for column, name in zip(columns, TURN_COLUMNS):
+        given = getattr(result, name)
+        if given and len(given) != len(turns):
+            raise EnvError(
+                f"{where}: {name} has {len(given)} entries for {len(turns)} turns; give one per reply, None where a "
+                "turn has no reward or no state"
+            )
+        for turn, value in zip(turns, given):
+            column[turn] = value
+    for part in result.parts:
+        _fill_turns(columns, part.result, part.turns, f"{where}, part {part.name!r}")
 
 
 def time_is_over(reason: Reason | None) -> EnvError:

@@ -247,7 +247,8 @@ class Recorder(RolloutContext):
         )
 
     def model(self, name: str) -> ChatModel:
-        return model_of(self._play.models, name, EnvError)
+        names = self._play.model_names.get(self._draw.task.env, {})
+        return model_of(self._play.models, names.get(name, name), EnvError)
 
     async def generate(
         self, prompt_ids: Int[np.ndarray, " prompt"], tools: list[dict[str, Any]] | None = None, **sampling: Any

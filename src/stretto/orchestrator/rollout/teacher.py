@@ -11,8 +11,8 @@ a resumed run requests nothing twice. The losses are in algorithms/losses.py (`r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,13 +28,20 @@ from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.rollout import Branch, Group, Rollout, Task
 
 if TYPE_CHECKING:
-    from jaxtyping import Int32
+    from jaxtyping import Float32, Int32
+
+    Scores = Float32[np.ndarray, " tokens"]
 
 
 class Awaited(Protocol):
     """A server that is ready before a run begins."""
 
     async def wait_ready(self, timeout_s: float) -> None: ...
+
+
+T = TypeVar("T")
+Weighted = Mapping[str, tuple[T, float]]
+"""Engines of teachers by name, with weights relative to each other."""
 
 
 class Teachers:
@@ -79,11 +86,15 @@ class Teachers:
 
 
 class ScoringTeacher:
-    """A teacher that scores all rollouts of a group at once, and groups concurrently."""
+    """One teacher, or several, that score all rollouts of a group at once, and groups concurrently.
+
+    The log-probability of several is the weighted mean of theirs: the gradient of the reverse KL divergence to it is
+    the weighted mean of the gradients of those to each of them.
+    """
 
     def __init__(
         self,
-        engine: GenerationClient,
+        engines: Weighted[GenerationClient],
         *,
         privileged_context: Callable[[Task], Int32[np.ndarray, " context"]] | None = None,
         max_failures: int = 32,
@@ -93,7 +104,9 @@ class ScoringTeacher:
 
         image_token_id: the placeholder of images, the same for policy and teacher.
         """
-        self._engine, self._privileged_context = engine, privileged_context
+        total = sum(weight for _, weight in engines.values())
+        self._engines = {name: (engine, weight / total) for name, (engine, weight) in engines.items()}
+        self._privileged_context = privileged_context
         self._image_token_id = image_token_id
         self._max_failures, self._failed_in_a_row = max_failures, 0
 
@@ -121,16 +134,40 @@ class ScoringTeacher:
     async def _score_rollout(self, rollout: Rollout, context: np.ndarray) -> Rollout:
         if not rollout.is_counted:
             return rollout
-        names = [f"{rollout.rollout_id}/{index}/teacher" for index in range(len(rollout.branches))]
-        branches = await asyncio.gather(
-            *(self._score_branch(branch, name, context) for branch, name in zip(rollout.branches, names))
+        numbered = list(enumerate(rollout.branches))
+        every = await asyncio.gather(
+            *(
+                self._score_branch(engine, branch, f"{rollout.rollout_id}/{index}/{name}", context)
+                for name, (engine, _) in self._engines.items()
+                for index, branch in numbered
+            )
+        )
+        size = len(numbered)
+        scores = {name: every[i * size : (i + 1) * size] for i, name in enumerate(self._engines)}
+        branches = tuple(
+            msgspec.structs.replace(branch, ref_logprobs=self._weighted([each[index] for each in scores.values()]))
+            for index, branch in numbered
         )
         metrics = {**rollout.metrics, "teacher_kl": teacher_kl(branches)}
-        return msgspec.structs.replace(rollout, branches=tuple(branches), metrics=metrics)
+        if len(scores) > 1:
+            metrics |= {f"teacher_kl/{name}": teacher_kl(_scored(branches, each)) for name, each in scores.items()}
+        return msgspec.structs.replace(rollout, branches=branches, metrics=metrics)
 
-    async def _score_branch(self, branch: Branch, name: str, context: np.ndarray) -> Branch:
+    def _weighted(self, scores: Sequence[Scores | None]) -> Scores | None:
+        """The weighted mean of the teachers' log-probabilities; None for a branch that is not trained."""
+        known = [each for each in scores if each is not None]
+        if len(known) < 2:
+            return known[0] if known else None
+        weights = [weight for _, weight in self._engines.values()]
+        mean: Scores = np.average(np.stack(known), axis=0, weights=weights).astype(np.float32)
+        return mean
+
+    async def _score_branch(
+        self, engine: GenerationClient, branch: Branch, name: str, context: np.ndarray
+    ) -> Scores | None:
+        """A teacher's log-probability of each token of a branch; None if it is not trained."""
         if not branch.is_trained:
-            return branch
+            return None
         request = GenerateRequest(
             request_id=name,
             prompt_ids=np.concatenate((context, branch.token_ids), dtype=np.int32),
@@ -140,7 +177,7 @@ class ScoringTeacher:
             images=branch.images,
             image_token_id=self._image_token_id if branch.images else None,
         )
-        [completion] = await self._engine.generate(request)
+        [completion] = await engine.generate(request)
         scores = completion.prompt_logprobs
         if scores is None or len(scores) != len(request.prompt_ids):
             raise EngineError(
@@ -149,7 +186,7 @@ class ScoringTeacher:
         scores = scores[len(context) :].astype(np.float32)
         if not np.isfinite(scores).all():
             raise EngineError(f"{name}: the teacher gave log-probabilities that are not finite")
-        return msgspec.structs.replace(branch, ref_logprobs=scores)
+        return scores
 
 
 class PlayingTeacher:
@@ -211,6 +248,11 @@ def demonstration_of(env: Environment, task: Task, key: str) -> str:
             "demonstration(task)"
         )
     return text
+
+
+def _scored(branches: Iterable[Branch], scores: Iterable[np.ndarray | None]) -> list[Branch]:
+    """The branches with the log-probabilities of one of several teachers."""
+    return [msgspec.structs.replace(branch, ref_logprobs=each) for branch, each in zip(branches, scores)]
 
 
 def teacher_kl(branches: Iterable[Branch]) -> float:

@@ -1,14 +1,14 @@
 """Diagnoses learning that goes wrong: warns once per kind of problem, with what to try.
 
-In: one row of metrics per step. Out: warnings, and at the end whether the reward improved beyond its noise. The run is
-not changed. The bounds are wide, so that a run that learns gets no warning.
+In: one row of metrics per step, held-out rewards of evals. Out: warnings, and at the end whether the reward improved
+beyond its noise. The run is not changed. The bounds are wide, so that a run that learns gets no warning.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
@@ -25,6 +25,11 @@ LEAST_ESS, LEAST_TOKEN_ESS = 0.3, 0.9
 the length of replies too."""
 SOLVED = 0.9
 """Share of zero-signal groups above which hardly anything is learned."""
+
+FEW = 0.02
+"""Mean reward below which hardly any reply is paid, where groups have equal rewards."""
+FALLEN = 0.25
+"""Share by which a held-out reward has to fall while that of training rises."""
 
 VITAL = ("loss/mean", "reward/mean", "optim/grad_norm")
 """Metrics without which nothing is learned."""
@@ -44,6 +49,7 @@ class Diagnosis:
     speeds: list[float] = field(default_factory=list)  # tokens per second of all steps
     first_entropy: float = 0.0
     moves: dict[int, float] = field(default_factory=dict)  # mismatch KL over the bound, by early step
+    held_out: dict[str, list[float]] = field(default_factory=dict)  # sampled, of each eval, by environment
     warned: set[str] = field(default_factory=set)
     _next_full_check: int = 0  # number of rows; a check of all steps at every step would cost more and more
 
@@ -59,7 +65,16 @@ class Diagnosis:
             self.rewards.append(reward)
         if "tokens_per_s" in row:
             self.speeds.append(row["tokens_per_s"])
-        new = [(kind, text) for kind, text in self._problems() if kind not in self.warned]
+        return self._not_yet_warned(self._problems())
+
+    def add_eval(self, means: Mapping[str, float]) -> list[str]:
+        """Add the held-out rewards of an eval, by environment, and return new warnings."""
+        for env, mean in means.items():
+            self.held_out.setdefault(env, []).append(mean)
+        return self._not_yet_warned(self._about_held_out())
+
+    def _not_yet_warned(self, problems: Iterable[tuple[str, str]]) -> list[str]:
+        new = [(kind, text) for kind, text in problems if kind not in self.warned]
         self.warned.update(kind for kind, _ in new)
         return [text for _, text in new]
 
@@ -75,11 +90,11 @@ class Diagnosis:
         first, last, noise = self._first_and_last()
         change = f"training reward {first:.3f} -> {last:.3f} (noise {noise:.3f})"
         if last - first > 2 * noise:
-            return f"{change}: improved"
+            return f"{change}: improved" + (f", but {fallen}" if (fallen := self._fallen()) else "")
         reasons = {
             "apart": "engine and trainer disagreed about the policy before the first update",
             "moved": f"the policy moved too far in {self._early_moves()}",
-            "signal": self._one_reward() or "most groups have equal rewards, which give no signal",
+            "signal": self._one_reward() or self._few_paid() or "most groups have equal rewards, which give no signal",
             "mismatch": "batches came from policies that were too far from the trained one",
             "ess": "batches came from policies that were too far from the trained one",
             "truncated": "most replies are truncated",
@@ -166,11 +181,12 @@ class Diagnosis:
         rewards = [row["reward/mean"] for row in self.last if "reward/mean" in row]
         mean = fmean(rewards) if rewards else math.nan
         cause = "The tasks are too easy or too hard for this policy, or the reward is always the same."
-        if (same := self._one_reward()) is not None:
+        if (same := self._one_reward() or self._few_paid()) is not None:
             asked = "Are they solved, or does the score not look at the reply?"
-            if mean <= 0:
+            if mean <= FEW:
                 asked = (
-                    "Is no reply right, or does the score not see it, as with the wrong label (`--dry-run` shows one)?"
+                    "Is no reply right, or does the score not see it, as with the wrong label (`--dry-run` shows one, "
+                    "`stretto rollouts` each beside its reply)?"
                 )
             cause = f"{same[0].upper()}{same[1:]}. {asked}"
         return (
@@ -184,6 +200,11 @@ class Diagnosis:
         if len(means) > 1 or any(row.get("reward/std", 1.0) > 0 for row in self.last):
             return None
         return f"every rollout has the reward {means.pop():g}"
+
+    def _few_paid(self) -> str | None:
+        """That next to no reply gets a reward, though some do; None if more do."""
+        mean = self._mean("reward/mean")
+        return f"hardly any reply is paid (mean {mean:.3f})" if 0 < mean <= FEW else None
 
     def _about_entropy(self) -> Iterator[tuple[str, str]]:
         first, last = self.first_entropy, self._mean("entropy/mean")
@@ -208,6 +229,29 @@ class Diagnosis:
                 f"the reward has not risen beyond its noise in {self.num_rows} steps ({first:.3f} -> {last:.3f}, "
                 f"noise {noise:.3f}). Try another trainer.optim.lr, larger batches, or easier tasks.",
             )
+
+    def _about_held_out(self) -> Iterator[tuple[str, str]]:
+        if fallen := self._fallen():
+            first, last, _ = self._first_and_last()
+            yield (
+                "held_out",
+                f"the training reward has risen from {first:.3f} to {last:.3f}, but {fallen}. Read replies that are "
+                "paid well: `stretto rollouts RUN --best 3`.",
+            )
+
+    def _fallen(self) -> str | None:
+        """The held-out rewards that fell while that of training rose, and what it means; None if there is none."""
+        fallen = [
+            f"{env} {means[0]:.3f} -> {means[-1]:.3f}"
+            for env, means in self.held_out.items()
+            if means[0] - means[-1] > FALLEN * abs(means[0])
+        ]
+        if not fallen or not self._has_improved():
+            return None
+        return (
+            f"held-out rewards have fallen ({', '.join(fallen)}): the reward may pay for something else than what is "
+            "evaluated, or tasks are learned by heart"
+        )
 
     def _about_speed(self) -> Iterator[tuple[str, str]]:
         if len(self.speeds) < 4 * WINDOW:

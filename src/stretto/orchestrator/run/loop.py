@@ -87,7 +87,9 @@ class Loop:
         self._checkpoints = CheckpointWriter(run)
         self._best = BestKeeper(run.run_dir, self.start)
         self.stopped_because: str | None = None
-        """Why the run ended before its last step, if early_stop ended it."""
+        """Why the run ended before its last step, if early_stop or the cost of a model ended it."""
+        for spending in run.spendings:
+            spending.stop = self._end_early
         self._limit = build_limit(run.cfg, run.buffer)
         self._reports = telemetry.StepReports(run, self._limit)
         self._is_stopping = asyncio.Event()
@@ -125,7 +127,7 @@ class Loop:
             self.buffer.close()  # cancels groups that batches counted in tokens have left over
             for task in (*background, *filter(None, [self._drawing])):
                 task.cancel()
-        self._reports.count_wall_time()
+        self._reports.count_so_far()
         if self._best.wanted is not None:
             self._best.keep_if_there()
         if (missing := self._best.wanted) is not None:
@@ -302,7 +304,7 @@ class Loop:
         self.parts.ledger.event("eval", {"version": version, **row})
         self.parts.monitors.log(version, row)
         self.parts.monitors.log_table(version, "eval/samples", evaluator.examples)
-        telemetry.report_eval(version, scores)
+        self._reports.report_eval(version, scores)
         logger.info("eval of version %d:\n%s", version, format_table(scores))
         self.parts.watch.progress(f"version {version} evaluated")
 
@@ -323,8 +325,14 @@ class Loop:
         stop = section.early_stop
         if stop is None or version == self.cfg.max_steps or (reason := stop.reason_to_stop(scores)) is None:
             return
+        self._end_early(reason)
+
+    def _end_early(self, reason: str) -> None:
+        """Stop in order before the last step, and say why."""
+        if self.was_stopped:
+            return
         logger.info("the run ends early: %s", reason)
-        self.parts.ledger.event("early_stop", {"version": version, "reason": reason})
+        self.parts.ledger.event("early_stop", {"version": self.progress.step, "reason": reason})
         report("note", text=f"the run ends early: {reason}")
         self.stopped_because = reason
         self.stop()

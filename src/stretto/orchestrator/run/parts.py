@@ -15,6 +15,7 @@ from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.groups.advantages import Baselines
 from stretto.orchestrator.groups.buffer import Buffer
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
+from stretto.orchestrator.model_costs import Spending
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import Teachers
 from stretto.orchestrator.state.run_checkpoint import Progress
@@ -51,4 +52,5 @@ class RunParts:
     hooks: BatchHooks | None = None  # the user's functions about groups and batches
     rollout_function: UserRolloutFunction | None = None  # the user's function that plays instead of us
     teachers: Teachers = field(default_factory=Teachers)  # of environments that are distilled
+    spendings: tuple[Spending, ...] = ()  # of the frozen models that environments ask
     vocab_size: int | None = None  # of the tokenizer; needed by the gibberish filter

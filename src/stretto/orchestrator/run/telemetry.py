@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from stretto.base.status import report
 from stretto.monitors.monitor import TableRow, Values
 from stretto.orchestrator.eval_scores import EvalScore, mean_over_envs
+from stretto.orchestrator.model_costs import EVENT
 from stretto.orchestrator.run.concurrency import AdaptiveLimit
 from stretto.orchestrator.run.diagnosis import Diagnosis
 from stretto.orchestrator.run.parts import RunParts
@@ -93,9 +94,11 @@ class StepReports:
         self._step_done_at = time.perf_counter()
         self._train_from = self._step_done_at - self._parts.progress.train_s
 
-    def count_wall_time(self) -> None:
-        """Store the time since the run began, without the time between its incarnations."""
+    def count_so_far(self) -> None:
+        """Store the time since the run began, without that between its starts, and what frozen models were asked."""
         self._parts.progress.wall_s = time.perf_counter() - self._wall_from
+        if counts := {each.name: dict(each.counts) for each in self._parts.spendings if each.counts}:
+            self._parts.ledger.event(EVENT, counts)
 
     def report(self, done: StepDone, row: StepRow) -> None:
         """Count and report a trained step."""
@@ -112,13 +115,19 @@ class StepReports:
             logger.warning(text)
         run.watch.progress(f"step {step} trained")
 
+    def report_eval(self, version: int, scores: Sequence[EvalScore]) -> None:
+        """Report an eval of the held-out tasks."""
+        report_eval(version, scores)
+        for text in self.diagnosis.add_eval({each.env: each.mean for each in scores if each.mode == "sampled"}):
+            logger.warning(text)
+
     def _count(self, done: StepDone, row: StepRow) -> None:
         progress = self._parts.progress
         progress.step = done.step
         progress.num_rollouts += row.num_rollouts
         progress.num_tokens += row.num_tokens
         progress.train_s = time.perf_counter() - self._train_from
-        self.count_wall_time()
+        self.count_so_far()
         mismatch = done.metrics.get("mismatch_kl/mean")
         if mismatch is not None:
             progress.mismatch_kl_max = max(mismatch, progress.mismatch_kl_max or mismatch)
@@ -140,6 +149,7 @@ class StepReports:
             "trainer/wait_s": done.wait_s,
             **(run.curriculum.gauges() if run.curriculum.pools else {}),
             **(run.baselines.gauges() if run.baselines.algos else {}),
+            **{name: value for each in run.spendings for name, value in each.gauges().items()},
             "progress/rollouts": float(run.progress.num_rollouts),
             "progress/tokens": float(run.progress.num_tokens),
         }

@@ -107,7 +107,9 @@ def _path(run_dir: RunDir, step: int) -> Path:
     return run_dir.checkpoint(step) / "orchestrator.json"
 
 
-def summary_of(progress: Progress, *, max_steps: int | None, stopped_because: str | None = None) -> dict[str, Any]:
+def summary_of(
+    progress: Progress, *, max_steps: int | None, stopped_because: str | None = None, verdict: str | None = None
+) -> dict[str, Any]:
     """The contents of summary.json: the results of a run."""
 
     def first_and_last(means: dict[int, float]) -> tuple[float | None, float | None]:
@@ -134,6 +136,7 @@ def summary_of(progress: Progress, *, max_steps: int | None, stopped_because: st
         "resumed": progress.num_resumes > 0,
         "origin": progress.origin,
         "stopped_because": stopped_because,
+        "verdict": verdict,
         "evals": {
             "sampled": {str(version): mean for version, mean in sorted(progress.sampled.items())},
             "greedy": {str(version): mean for version, mean in sorted(progress.greedy.items())},

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
+from stretto import addons
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection
 from stretto.models.decoder import Decoder
@@ -45,6 +46,5 @@ def _find_kernels(device: torch.device) -> Kernels:
         raise ConfigError(f"[model] fp8 = true {rule} {name}; remove it. {slow}")
     if find_spec("triton") is None:
         raise ConfigError("[model] fp8 = true needs triton, which is not installed; pip install triton")
-    from stretto.models.fp8.kernels import find_kernels
-
-    return find_kernels(device)
+    kernels: Kernels = addons.load("stretto.kernels", "fp8", "[model] fp8 = true")(device)
+    return kernels

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+def shares_prefixes(policy: Policy, mesh: Mesh, model: ModelSection) -> bool:
+    """Whether prompts that several samples begin with are computed once."""
+    is_ring = mesh.degrees.cp > 1 and cp_style(model, policy.config) == "ring"
+    # On a GPU one flash kernel over whole documents is faster than a call per shape of segment.
+    return mesh.device.type == "cpu" and policy.shares_prefixes and not is_ring
+
+
 def compute_logprobs(
     policy: Policy,
     inputs: PassInputs,

@@ -169,7 +169,7 @@ class _Usage(msgspec.Struct, frozen=True):
 
 
 class _Carried(msgspec.Struct, frozen=True):
-    """Fields that launch/run/dynamo_router.py adds, because Dynamo's router drops those that it does not know."""
+    """Fields that the worker of Dynamo's router adds, because Dynamo's router drops those that it does not know."""
 
     weight_versions: dict[str, list[_Span]] = {}
     usage: _Usage | None = None

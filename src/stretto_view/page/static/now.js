@@ -18,6 +18,7 @@ function card(state, isNamed) {
     h("p", { class: "headline" }, h("span", { class: `state ${state.state}` }, state.state),
       ` step ${short(state.step)}${of}`, state.state === "running" && state.left_s !== null ? `, ${duration(state.left_s)} left` : "",
       state.age_s === null ? "" : `, last step ${duration(state.age_s)} ago`),
+    state.verdict ? h("p", { class: "headline" }, state.verdict) : null,
     state.warnings.length ? h("section", { class: "warnings" }, h("h3", {}, "warnings"), h("ul", {}, state.warnings.slice(0, 8).map(warning))) : null,
     state.missing ? message(state.missing, "error") : null,
     state.metrics.length ? h("section", { class: "tiles" }, state.metrics.map(tile)) : state.missing ? null : noSteps(state),

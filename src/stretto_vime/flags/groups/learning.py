@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from stretto.base.errors import ConfigError
+from stretto_megatron.places import is_megatron
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
-from stretto_vime.flags.groups.training import OPTIMIZER, optimizer_settings, reference, rollouts_of
+from stretto_vime.flags.groups.training import OPTIMIZER, optimizer_settings, reference, rollouts_of, weights
 
 ALGO, LOSS = "orchestrator.algo", "trainer.loss"
 GROUP_NORMALISED = ("grpo", "gspo", "cispo")
@@ -14,7 +16,6 @@ PLUS_PLUS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 ESTIMATORS = ("grpo", "gspo", "cispo", *PLUS_PLUS, "ppo")
 KL_TYPES = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "low_var"}
 NO_TEACHER = 'write [orchestrator.teacher] and algo type = "opd" in the TOML of --print-config (docs/algorithms.md)'
-OF_OPD = "It is of --use-opd."
 NO_OPSM = "use trainer.loss.correction.reject, or a custom loss (docs/algorithms.md)"
 NOT_CENTRED = "write a custom loss (docs/algorithms.md)"
 
@@ -24,7 +25,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--advantage-estimator", "text", "grpo", f"{ALGO}.type {LOSS}.type trainer.advantages trainer.critic",
              "The algorithm.", choices=ESTIMATORS),
         part("--loss-type", "text", "policy_loss", "", "Loss.", choices=("policy_loss", "sft_loss", "custom_loss"),
-             note="Fine-tuning is `sft`; custom_loss is that of --custom-loss-function-path."),
+             note="sft_loss is the verb `sft`; custom_loss is that of --custom-loss-function-path."),
         part("--calculate-per-token-loss", "switch", False, f"{LOSS}.reduction",
              "Mean over all tokens; else over rollouts of each one's mean."),
         sets("--normalize-advantages", "switch", False, f"{ALGO}.whiten trainer.advantages.whiten",
@@ -80,8 +81,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                "Function that makes advantages."),
         copies("--custom-pg-loss-reducer-function-path", "text", None, "trainer.hooks.pg_loss_reducer",
                "Function that reduces the policy's loss."),
-        refused("--disable-compute-advantages-and-returns", "switch", False, "fine-tuning is `sft`; leave it out",
-                "No advantages."),
+        part("--disable-compute-advantages-and-returns", "switch", False, "", "No advantages.",
+             note="With --loss-type sft_loss, which has none."),
     ),
     "PPO": (
         sets("--gamma", "number", 1.0, "trainer.advantages.gamma", "Discount per token.",
@@ -115,12 +116,17 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                "Function called before each update."),
     ),
     "Distillation": (
-        refused("--use-opd", "switch", False, NO_TEACHER, "Learn from a teacher's log-probabilities."),
-        equal("--opd-type", "text", None, OF_OPD, "Where the teacher runs."),
-        equal("--opd-kl-coef", "number", 1.0, OF_OPD, "Weight of the distillation loss."),
-        equal("--opd-teacher-load", "text", None, OF_OPD, "Checkpoint of the teacher."),
-        equal("--opd-teacher-ckpt-step", "integer", None, OF_OPD, "Step of the teacher's checkpoint."),
-        equal("--opd-teacher-model", "text", None, OF_OPD, "Name of the teacher's model."),
+        part("--use-opd", "switch", False, "trainer.advantages.kl_model",
+             "A token's advantage loses its divergence from a teacher."),
+        part("--opd-type", "text", None, "", "Where the teacher runs.", choices=("megatron", "vllm", "sglang"),
+             note="megatron: in the trainer, beside the policy. One that is served is [orchestrator.teacher]."),
+        sets("--opd-kl-coef", "number", 1.0, "trainer.advantages.kl_coef", "Weight of that divergence."),
+        part("--opd-teacher-load", "text", None, "trainer.advantages.kl_model", "The teacher.",
+             note="Hugging Face weights, or a checkpoint of Megatron's."),
+        part("--opd-teacher-ckpt-step", "integer", None, "trainer.advantages.kl_model",
+             "Iteration of the teacher's checkpoint.", note="For a checkpoint of Megatron's."),
+        equal("--opd-teacher-model", "text", None, "It is the directory of --opd-teacher-load.",
+              "Name of the teacher's model."),
     ),
 }
 # fmt: on
@@ -130,7 +136,9 @@ def settings(flags: Values) -> Iterator[Setting]:
     """Credit, loss and critic."""
     yield from _credit(flags)
     yield from _loss(flags)
-    if flags.advantage_estimator in (*PLUS_PLUS, "ppo"):
+    if flags.use_opd:
+        yield from _distillation(flags)
+    elif flags.advantage_estimator in (*PLUS_PLUS, "ppo"):
         yield from _advantages(flags)
     if flags.advantage_estimator == "ppo":
         yield from _critic(flags)
@@ -145,7 +153,8 @@ def _credit(flags: Values) -> Iterator[Setting]:
     is_divided = not flags.disable_grpo_std_normalization and flags.n_samples_per_prompt > 1
     deviation = "unbiased" if is_divided else False
     yield Setting(f"{ALGO}.normalize_std", deviation, ("--disable-grpo-std-normalization",))
-    yield from flags.settings("--normalize-advantages")
+    if not flags.use_opd:
+        yield from flags.settings("--normalize-advantages")
 
 
 def _loss(flags: Values) -> Iterator[Setting]:
@@ -190,6 +199,37 @@ def _advantages(flags: Values) -> Iterator[Setting]:
         yield Setting(f"{at}.kl_model", reference(flags), ("--ref-load",))
 
 
+def _distillation(flags: Values) -> Iterator[Setting]:
+    """The teacher of on-policy distillation, whose divergence each token's advantage loses.
+
+    Raises: ConfigError for a teacher elsewhere, and for estimators that make advantages of sums over tokens.
+    """
+    if flags.opd_type != "megatron":
+        raise ConfigError(
+            f"{flags.typed('--use-opd', '--opd-type')}: with {flags.opd_type or 'no'} type the teacher "
+            f"is served; use --opd-type megatron, or {NO_TEACHER}"
+        )
+    if flags.opd_teacher_load is None:
+        raise ConfigError(f"{flags.given['--use-opd']} needs --opd-teacher-load, the teacher")
+    if flags.advantage_estimator in ("ppo", "reinforce_plus_plus"):
+        raise ConfigError(
+            f"{flags.given['--use-opd']}: {flags.typed('--advantage-estimator')} sums over the tokens "
+            "that follow; use grpo, gspo, cispo or reinforce_plus_plus_baseline"
+        )
+    if flags.kl_coef or (flags.use_kl_loss and flags.kl_loss_coef):
+        name = "--kl-coef" if flags.kl_coef else "--kl-loss-coef"
+        raise ConfigError(
+            f"{flags.given['--use-opd']} and {flags.given[name]}: the trainer has one frozen model "
+            "beside the policy, a teacher or a reference; leave one out"
+        )
+    at, source = "trainer.advantages", ("--use-opd",)
+    yield Setting(f"{at}.type", "shaped", source)
+    yield Setting(f"{at}.whiten", flags.normalize_advantages, ("--normalize-advantages",))
+    yield from flags.settings("--opd-kl-coef")
+    yield Setting(f"{at}.kl_estimator", "k1", source)
+    yield Setting(f"{at}.kl_model", weights(flags, "--opd-teacher-load"), ("--opd-teacher-load",))
+
+
 def _critic(flags: Values) -> Iterator[Setting]:
     """The critic.
 
@@ -197,7 +237,11 @@ def _critic(flags: Values) -> Iterator[Setting]:
     """
     warmup = rollouts_of(flags, flags.critic_lr_warmup_iters)
     yield Setting("trainer.critic.lr_warmup_steps", warmup, ("--critic-lr-warmup-iters",))
-    yield from flags.settings("--num-critic-only-steps", "--critic-load", "--critic-save")
+    yield from flags.settings("--num-critic-only-steps", "--critic-save")
+    if flags.critic_load is not None:
+        is_foreign = is_megatron(Path(flags.critic_load).expanduser())
+        load = weights(flags, "--critic-load") if is_foreign else flags.critic_load
+        yield Setting("trainer.critic.load", load, ("--critic-load",))
     own = {name: value for name, (value, _) in flags.critic.items() if name in OPTIMIZER}
     if any(value != getattr(flags, name) for name, value in own.items()):
         lr = flags.lr if flags.critic_lr is None else flags.critic_lr

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from stretto.base.errors import ConfigError
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
-from stretto_vime.flags.shape import SHAPES
+from stretto_vime.flags.mesh import axes
+from stretto_vime.flags.shape import SHAPES, has_tower
 
 NO_MEGATRON = "stretto does not use Megatron-LM"
 NOT_SPLIT = "Every rank has all layers; their weights are sharded over all ranks, and results are the same."
-NO_MTP = "layers that predict several tokens are not trained; leave it out"
+NO_DISK = (
+    "every update would read and write the whole state, 12 bytes a weight, on that disk; it is sharded over all ranks "
+    "here, so use --optimizer-cpu-offload, for CPU memory, or more nodes"
+)
 NO_BALANCE = "the loss is that of the policy alone; use 0"
-ALONE = "Layers that predict several tokens are not trained; engines may draft with them."
+ALONE = (
+    "Layers that predict several tokens stay as they are, and engines may draft with them, less often right as "
+    "the policy moves; what the policy learns is the same."
+)
 EACH_BLOCK = "Every block keeps its own input and recomputes the rest; results are the same."
 
 # fmt: off
@@ -42,7 +48,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
               "Padding of the vocabulary."),
         noted("--mtp-num-layers", "integer", None, ALONE, "Layers that predict several tokens.", allowed=(0,)),
         equal("--mtp-loss-scaling-factor", "number", 0.2, "It is of --enable-mtp-training.", "Weight of their loss."),
-        refused("--enable-mtp-training", "switch", False, NO_MTP, "Train them."),
+        noted("--enable-mtp-training", "switch", False, ALONE, "Train them."),
         *(equal(name, "switch", False, text, meaning) for name, text, meaning in (
             ("--use-flash-attn", "torch chooses the kernel.", "Kernel of attention."),
             ("--no-rope-fusion", "There is no such kernel.", "Without a fused kernel."),
@@ -67,16 +73,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--moe-router-load-balancing-type", "text", "aux_loss", "", "How experts are balanced.",
              choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
              note="By nothing: with losses of weight 0 these are the same."),
-        refused("--deterministic-mode", "switch", False,
-                "on a GPU the trainer's kernels are torch's usual ones, which may differ in the last bits between "
-                "runs; leave it out, and use --vllm-enable-deterministic-inference for the engines",
-                "The same results in every run."),
+        copies("--deterministic-mode", "switch", False, "trainer.is_deterministic", "The same results in every run.",
+               note="The trainer's; --vllm-enable-deterministic-inference is the engines'."),
         equal("--attention-dropout", "number", 0.1, "There is no dropout.", "Dropout of attention."),
         equal("--hidden-dropout", "number", 0.1, "There is no dropout.", "Dropout of hidden states."),
     ),
     "Parallelism and recomputation": (
-        copies("--tensor-model-parallel-size", "integer", 1, "model.tp",
-               "TP: ranks that share the features of a token."),
+        sets("--tensor-model-parallel-size", "integer", 1, "model.tp model.cp",
+             "TP: ranks that share the features of a token.",
+             note="Where a family's layers cannot be cut so, CP, or more replicas."),
         equal("--sequence-parallel", "switch", False,
               "Norms are computed whole on every rank of model.tp; results are the same.",
               "SP: split norms over the TP ranks."),
@@ -111,6 +116,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
               "`model.optimization_dtype` is the type of its weights.", "Optimizer state in other types."),
         copies("--optimizer-cpu-offload", "switch", False, "model.optim_cpu_offload",
                "Optimizer state in CPU memory."),
+        refused("--optimizer-state-nvme-dir", "text", None, NO_DISK, "Directory of the optimizer's state on a disk."),
+        equal("--optimizer-state-nvme-chunk-mb", "integer", 256, "It is of --optimizer-state-nvme-dir.",
+              "Piece of that state in memory."),
         equal("--overlap-cpu-optimizer-d2h-h2d", "switch", False, "Copies run beside computation.",
               "Overlap its copies."),
         equal("--moe-token-dispatcher-type", "text", "allgather", "Tokens travel by all-to-all.",
@@ -138,27 +146,21 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 # fmt: on
 
 
-def expert_ranks(flags: Values) -> int:
-    """Ranks that share the experts: those of --expert-model-parallel-size that differ in their tokens.
-
-    The ranks of --tensor-model-parallel-size have the same tokens, and are not among them.
-    """
-    wanted: int = flags.expert_model_parallel_size
-    total = flags.actor_num_nodes * flags.actor_num_gpus_per_node
-    return math.gcd(wanted, total // flags.tensor_model_parallel_size) if total else wanted
-
-
 def settings(flags: Values) -> Iterator[Setting]:
     """Axes of the mesh, 8-bit products, and recomputation.
 
     Raises: ConfigError for 8-bit products of another kind.
     """
-    if flags.context_parallel_size > 1:
-        yield from flags.settings("--context-parallel-size")
+    if has_tower(flags.hf_checkpoint):
+        yield Setting("model.vlm", {}, ("--hf-checkpoint",))
+    mesh = axes(flags)
+    yield Setting("model.tp", mesh.tp, ("--tensor-model-parallel-size",))
+    if mesh.cp > 1:
+        yield Setting("model.cp", mesh.cp, ("--context-parallel-size", "--tensor-model-parallel-size"))
         yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
-    if (ranks := expert_ranks(flags)) > 1:
-        yield Setting("model.ep", ranks, ("--expert-model-parallel-size",))
-    if flags.moe_enable_deepep:
+    if mesh.ep > 1:
+        yield Setting("model.ep", mesh.ep, ("--expert-model-parallel-size",))
+    if flags.moe_enable_deepep and mesh.ep > 1:
         yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
     if flags.fp8_format is not None:
         if (flags.fp8_format, flags.fp8_recipe) != ("e4m3", "blockwise"):

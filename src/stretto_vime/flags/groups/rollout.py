@@ -51,8 +51,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--apply-chat-template-kwargs", "object", {}, "orchestrator.renderer.enable_thinking",
              "Variables of the template.", note="enable_thinking is true if it is not among them."),
         sets("--rollout-shuffle", "switch", False, f"{ENV}.args.shuffle", "A new order in every epoch."),
-        refused("--multimodal-keys", "object", None, "records have text only under these flags",
-                "Keys of images, videos and sounds."),
+        part("--multimodal-keys", "object", None, f"{ENV}.args.image_key", "Keys of images, videos and sounds.",
+             note="Of images only, as {\"image\": KEY}."),
         sets("--data-source-path", "text", OWN_SOURCE, f"{ENV}.args.data_source", "Class of a data source.",
              note="Its get_samples(len(source)) is read once, at the start, in the place of --prompt-data; the run "
                   "keeps its own place in it, and groups that are put back."),
@@ -124,6 +124,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         refused("--rollout-external-engine-addrs", "list", None,
                 "engines that run already are orchestrator.client.base_url with inference = \"None\" in the TOML of "
                 "--print-config", "Engines that run already."),
+        noted("--rollout-backend", "text", "vllm", "Engines are vLLM.", "Engines."),
         noted("--rollout-data-transport", "text", "object-store", BATCHES, "How batches travel."),
         noted("--transfer-backend", "text", "ray", BATCHES, "How batches travel."),
         noted("--rollout-data-dir", "text", None, IN_LEDGER, "Directory of a durable queue."),
@@ -309,6 +310,8 @@ def arguments(flags: Values, *, is_labelled: bool = False) -> Iterator[tuple[str
     )  # fmt: skip
     for each in flags.settings(*copied):
         yield each.path.removeprefix(f"{ENV}.args."), each.value, *each.flags
+    if flags.multimodal_keys is not None:
+        yield "image_key", _image_key(flags), "--multimodal-keys"
     reward = _reward(flags, is_labelled=is_labelled)
     yield "reward", reward, "--rm-type" if flags.custom_rm_path is None else "--custom-rm-path"
     own = dict(flags.extra)
@@ -318,6 +321,15 @@ def arguments(flags: Values, *, is_labelled: bool = False) -> Iterator[tuple[str
         own["prompt_data"] = flags.prompt_data
     if own:
         yield "hook_args", own, "--rm-url" if flags.custom_config_path is None else "--custom-config-path"
+
+
+def _image_key(flags: Values) -> str:
+    """Raises: ConfigError for keys of anything but images."""
+    keys = flags.multimodal_keys
+    if list(keys) != ["image"] or not isinstance(keys["image"], str):
+        typed = flags.given["--multimodal-keys"]
+        raise ConfigError(f'{typed}: prompts have text and images; write {{"image": KEY}} alone')
+    return str(keys["image"])
 
 
 def is_rewarded_by(flags: Values, *names: str) -> bool:

@@ -73,6 +73,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                note="And of a whole sample, which has none in vime."),
         copies("--vllm-weight-transfer-timeout-sec", "number", 900, "weight_broadcast.timeout_s",
                "Longest wait for new weights."),
+        equal("--vllm-weight-sync-mode", "text", "native", "How weights travel is --update-weight-transport.",
+              "How weights travel."),
         equal("--vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.", "Send weights in buckets."),
         equal("--no-vllm-weight-sync-packed", "switch", False, "Weights travel in buckets.",
               "Send each weight by itself."),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
-from stretto.models.megatron.places import find_iteration, is_megatron
+from stretto_megatron.places import find_iteration, is_megatron
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
+from stretto_vime.flags.shape import read_shape
 
 CONVERTED = "hugging_face"
 """The directory in a checkpoint of Megatron's in which its iterations are in Hugging Face's format."""
@@ -194,20 +199,42 @@ def _start(flags: Values) -> Iterator[Setting]:
     """The weights that training starts from: --load, else --ref-load, else --hf-checkpoint; or a run to continue."""
     start, source = flags.hf_checkpoint, "--hf-checkpoint"
     if flags.ref_load is not None:
-        start, source = _weights(flags, "--ref-load"), "--ref-load"
+        start, source = weights(flags, "--ref-load"), "--ref-load"
     load = None if flags.load is None else Path(flags.load)
     if load is not None and load.is_file():
         raise ConfigError(f"{flags.given['--load']} is a file; name a run's directory, or Hugging Face weights")
     if load is not None and _is_run(load):
         yield from _continued(flags, load)
     elif load is not None and load.is_dir() and any(load.iterdir()) and (load != _save_dir(flags) or is_megatron(load)):
-        start, source = _weights(flags, "--load"), "--load"
+        start, source = weights(flags, "--load"), "--load"
     elif flags.ckpt_step is not None:
         source = flags.given.get("--load", "without --load the run")
         raise ConfigError(f"{flags.given['--ckpt-step']}: {source} has no checkpoints; leave it out")
+    is_other = start != flags.hf_checkpoint or bool(flags.conversions)
+    if is_other and (method := _quantization(flags)):
+        start = _unquantized(flags) if start == flags.hf_checkpoint else start
+        if method == "fp8":  # as in vime, engines compute with the checkpoint's own type
+            yield Setting("inference.model", flags.hf_checkpoint, ("--hf-checkpoint",))
     yield Setting("model.name", start, (source,))
     if start != flags.hf_checkpoint:
         yield Setting("tokenizer.name", flags.hf_checkpoint, ("--hf-checkpoint",))
+
+
+def _quantization(flags: Values) -> str | None:
+    """How the weights of --hf-checkpoint are quantized; None: they are not."""
+    found = read_shape(flags.hf_checkpoint).get("quantization_config")
+    return str(found.get("quant_method")) if isinstance(found, dict) else None
+
+
+def _unquantized(flags: Values) -> str:
+    """For a dry run: a directory like the one that a conversion will make; it lives as long as the flags."""
+    place = Path(tempfile.mkdtemp(prefix="stretto-")) / Path(flags.hf_checkpoint).name
+    weakref.finalize(flags, shutil.rmtree, place.parent, ignore_errors=True)
+    place.mkdir()
+    config = json.loads((Path(flags.hf_checkpoint).expanduser() / "config.json").read_text())
+    config.pop("quantization_config")
+    (place / "config.json").write_text(json.dumps(config))
+    return str(place)
 
 
 def _continued(flags: Values, load: Path) -> Iterator[Setting]:
@@ -232,7 +259,7 @@ def _is_run(path: Path) -> bool:
     return path.is_dir() and bool(RunDir(path).complete_checkpoints())
 
 
-def _weights(flags: Values, name: str) -> str:
+def weights(flags: Values, name: str) -> str:
     """The Hugging Face directory that a flag names.
 
     Raises: ConfigError if there is none.
@@ -253,7 +280,10 @@ def _converted(flags: Values, name: str, path: Path) -> str:
 
     It stays beside the checkpoint, for the next run. A dry run looks at the checkpoint, and then at --hf-checkpoint.
     """
-    step = flags.ckpt_step if name == "--load" else flags.ref_ckpt_step if name == "--ref-load" else None
+    steps = {
+        "--load": flags.ckpt_step, "--ref-load": flags.ref_ckpt_step, "--opd-teacher-load": flags.opd_teacher_ckpt_step,
+    }  # fmt: skip
+    step = steps.get(name)
     try:
         place = find_iteration(path, step)
     except DataError as error:
@@ -286,4 +316,4 @@ def _saves(flags: Values) -> Iterator[Setting]:
 
 def reference(flags: Values) -> str | None:
     """The model that a divergence is measured from; None: the weights that training starts from."""
-    return None if flags.ref_load is None else _weights(flags, "--ref-load")
+    return None if flags.ref_load is None else weights(flags, "--ref-load")

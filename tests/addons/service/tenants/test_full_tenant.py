@@ -27,12 +27,19 @@ from stretto.config.sections.algorithm import Loss
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.models import hub
-from stretto.records.tenants import CreateTenant, ExportAdapter, LoadTenant, OptimStep, RemoveTenant, SaveTenant
 from stretto.records.weight_manifest import load_manifest
 from stretto.trainer.learner import Learner
 from stretto.trainer.state.checkpoint import SavedState
 from stretto.transports.weights import receive
 from stretto_service.tenants.tenants import Tenants
+from stretto_service.wires.operations import (
+    CreateTenant,
+    ExportAdapter,
+    LoadTenant,
+    OptimStep,
+    RemoveTenant,
+    SaveTenant,
+)
 
 pytestmark = pytest.mark.heavy
 

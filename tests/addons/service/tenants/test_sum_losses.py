@@ -12,8 +12,8 @@ from tenant_runs import MODEL, assert_equal, batch_of, build_tenants, cases, cre
 from tiny import build_learner, build_policy, documents, pack
 
 from stretto.config.sections.algorithm import DefaultLoss, ReferenceKlSection
-from stretto.records.tenants import OptimStep, Pass, SumLoss, TenantWork
 from stretto.trainer.learner import Learner
+from stretto_service.wires.operations import OptimStep, Pass, SumLoss, TenantWork
 
 CASE = cases(1)[0]
 LOSSES = [
@@ -62,6 +62,7 @@ def run(tenants, mb, **how):
     return result
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.type)
 def test_a_loss_is_the_sum_that_its_formula_says(spec):
     tenants = build_tenants("dense")

@@ -24,11 +24,11 @@ from tenant_runs import (
     weights_of,
 )
 
-from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.config.sections.model import ActivationCheckpointSection, LoRASection
+from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.models.lora import load_adapter
-from stretto.records.tenants import (
+from stretto.trainer.state import checkpoint
+from stretto_service.wires.operations import (
     AdamSettings,
     CreateTenant,
     DropGradients,
@@ -43,8 +43,6 @@ from stretto.records.tenants import (
     TenantSpec,
     TenantWork,
 )
-from stretto.trainer.state import checkpoint
-from stretto_service.tenants.tenants import service_model
 
 pytestmark = pytest.mark.heavy
 
@@ -367,14 +365,3 @@ def test_what_is_wrong_with_one_tenant_is_said_and_touches_no_other():
     }.items():
         assert text in tenants.execute(CreateTenant(number=1, spec=spec)).results[spec.name].error
     assert tenants.execute(RemoveTenant(number=1, tenant="nobody")).results["nobody"].error is None
-
-
-def test_one_backbone_for_many_is_not_cut_and_not_compiled():
-    for text, change in {
-        "tp = 2": {"tp": 2},
-        "cp = 2": {"cp": 2},
-        "ep = 2": {"ep": 2},
-        "lora": {"lora": LoRASection()},
-    }.items():
-        with pytest.raises(ConfigError, match=text):
-            service_model(MODEL.model_copy(update=change))

@@ -18,7 +18,15 @@ from stretto.base.secret import load_secret
 from stretto.config.root import ServeConfig
 from stretto.config.service import ServiceSection, UserSection
 from stretto.records.sample import MicroBatch
-from stretto.records.tenants import (
+from stretto.transports.engine.api import Refusal
+from stretto_service.engines import adapter_name
+from stretto_service.futures import Futures
+from stretto_service.store import Audit, Checkpoint, Run, Sampler, Store
+from stretto_service.training.jobs import Limits, read_job
+from stretto_service.training.journal import REFUSED, Journal
+from stretto_service.training.place import check_place
+from stretto_service.training.training import Training
+from stretto_service.wires.operations import (
     AdamSettings,
     Done,
     ExportAdapter,
@@ -28,15 +36,7 @@ from stretto.records.tenants import (
     TenantSpec,
     TenantWork,
 )
-from stretto.transports.engine.api import Refusal
-from stretto.transports.service import PublishBody, SaveBody, StepBody, encode_work
-from stretto_service.engines import adapter_name
-from stretto_service.futures import Futures
-from stretto_service.store import Audit, Checkpoint, Run, Sampler, Store
-from stretto_service.training.jobs import Limits, read_job
-from stretto_service.training.journal import REFUSED, Journal
-from stretto_service.training.place import check_place
-from stretto_service.training.training import Training
+from stretto_service.wires.service import PublishBody, SaveBody, StepBody, encode_work
 
 STEP = b"{}"
 
@@ -285,6 +285,21 @@ async def test_a_run_whose_journal_is_damaged_fails_alone_when_the_trainer_is_st
     assert run.state == "failed" and "00000001.step: damaged" in run.reason
     for future in (waiting[0], early):
         assert future.result is not None and "00000001.step: damaged" in (future.result.error or "")
+
+
+async def test_users_learn_no_paths_of_the_machine_from_what_fails(open_training: Open, tmp_path: Path) -> None:
+    training, ranks = open_training(max_failures=1)
+    broken, made = make_run(training), make_run(training, "other")
+    await serve(training)
+    file = tmp_path / "service" / "weights" / "a.safetensors"
+    ranks.errors = {"OptimStep": f"{file}: cannot be read ('{file}'); load /v1/runs, tinker://r/weights/a or 1/2 of it"}
+    future = training.submit(broken, "step", 1, STEP)
+    await serve(training)
+    told = "a.safetensors: cannot be read ('a.safetensors'); load /v1/runs, tinker://r/weights/a or 1/2 of it"
+    assert future.result is not None and future.result.error == told
+    assert broken.state == "frozen" and told in broken.reason
+    training.places.drop(made.id, "failed", f"RankFailed: OSError: [Errno 28] No space left on device: '{file}'")
+    assert made.reason == "RankFailed: OSError: [Errno 28] No space left on device: 'a.safetensors'"
 
 
 def test_a_refused_number_has_one_request(tmp_path: Path) -> None:

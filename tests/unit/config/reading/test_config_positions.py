@@ -84,6 +84,7 @@ def test_every_path_of_a_json_document_is_found(data: dict[str, Any], indent: in
         assert set(lines.values()) <= {1}
 
 
+@pytest.mark.heavy
 @settings(deadline=None)
 @given(st.lists(st.from_regex(r"[a-z]{1,6}", fullmatch=True), min_size=1, unique=True), st.integers(0, 3))
 def test_keys_stand_where_they_were_written(names: list[str], gap: int) -> None:

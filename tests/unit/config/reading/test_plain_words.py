@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from processes.add_ons import skip_without_verb
 
+from stretto import addons
 from stretto.cli import main
+from stretto.config.reading.plain import parser_of
+from stretto.verbs import PLAIN_VERBS
 
 OF_RUNS = ("show", "rollouts", "plot", "push", "status", "logs", "stop", "stacks")
 VERBS = ("runs", "show", "rollouts", "plot", "view", "push", "init", "plan", "doctor", "status", "logs", "stop")
@@ -54,7 +57,6 @@ def test_an_unknown_flag_is_named_with_what_there_is(verb, here, capsys) -> None
         (["view", "--prot", "1"], "--port"),
         (["plan", "rl.toml", "--simulated-step", "3"], "--simulated-steps"),
         (["push", "outputs/vowels", "--repo_id", "a/b"], "--repo-id"),
-        (["rl", "@", "rl.toml", "--bench", "--bench.step", "3"], "--bench.steps"),
     ],
 )
 def test_a_misspelled_flag_is_told_the_one_that_was_meant(words, meant, here, capsys) -> None:
@@ -93,7 +95,6 @@ def test_a_place_without_a_run_is_told_the_runs_there_are(verb, place, needed, h
         (["show", "outputs/vowels", "--json=1"], "--json: it takes no value"),
         (["show", "outputs/vowels", "outputs/letters"], "outputs/letters: one word too many; it takes run"),
         (["plan", "rl.toml", "--steps", "many"], "--steps: many: give at least 1, a whole number"),
-        (["rl", "--bench", "--bench.steps", "zero"], "--bench.steps: 'zero' is not"),
         (["doctor", "--wait", "soon"], "--wait: 'soon' is not a number"),
         (["view", "outputs", "--port", "99999"], "a port is a number from 0 to 65535"),
         (["view", "outputs", "--host", "203.0.113.7"], "that is no address of this machine"),
@@ -101,3 +102,17 @@ def test_a_place_without_a_run_is_told_the_runs_there_are(verb, place, needed, h
 )
 def test_a_wrong_value_is_told_with_what_is_wanted(words, needed, here, capsys) -> None:
     assert needed in told(words, capsys)
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "stacks", "chat", "convert"])
+def test_help_says_what_each_flag_does_and_its_default(verb) -> None:
+    skip_without_verb(verb)
+    paths = {**PLAIN_VERBS} | addons.offers("stretto.verbs")
+    parser = parser_of(addons.object_at(paths[verb]))
+    assert parser is not None and parser.description
+    for action in parser._actions:
+        assert action.help, action.option_strings
+        default = action.default
+        if not isinstance(default, bool) and default not in (None, [], "==SUPPRESS=="):
+            shown = f"{default:g}" if isinstance(default, float) else str(default)
+            assert shown in action.help, action.option_strings

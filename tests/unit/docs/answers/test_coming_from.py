@@ -44,6 +44,7 @@ def test_the_tables_are_read():
     assert len(ROWS) > 120 and all(settings for _, _, settings in ROWS)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("verb", "place", "settings"), ROWS, ids=[place for _, place, _ in ROWS])
 def test_every_row_loads(verb, place, settings, tmp_path):
     file = tmp_path / "c.toml"

@@ -83,6 +83,7 @@ def test_engine_and_trainer_agree_alone_and_in_any_batch(family):
     assert [[bits(c) for c in one] for one in alone] == [[bits(c) for c in one] for one in together[2:3]]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", sorted(set(NEW) - set(RECURRENT)))
 def test_a_prefix_found_in_the_cache_changes_no_bit(family):
     model = build(family)
@@ -95,6 +96,7 @@ def test_a_prefix_found_in_the_cache_changes_no_bit(family):
     assert bits(second) == bits(fresh)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", NEW)
 def test_an_adapter_on_all_layers_and_experts_is_its_merged_model(family):
     adapted = build(family)

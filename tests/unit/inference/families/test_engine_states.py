@@ -27,6 +27,7 @@ def copy_of(model):
     return [(name, tensor.clone()) for name, tensor in export_tensors(model)]
 
 
+@pytest.mark.heavy
 def test_new_weights_continue_from_the_old_states(model):
     """As with cached keys and values: nothing is computed again, and each token knows its version."""
     old, new = copy_of(model), copy_of(build(model.config.family, seed=3))
@@ -54,6 +55,7 @@ def test_new_weights_continue_from_the_old_states(model):
         assert np.abs(alone.logprobs[6:] - others[6:]).max() > 1e-3
 
 
+@pytest.mark.heavy
 def test_a_cancelled_sequence_leaves_nothing_to_the_next_in_its_place(model):
     core = build_core(model, max_num_seqs=4)
     [fresh] = run(core, ask("fresh", PROMPTS[2], n=2))
@@ -68,6 +70,7 @@ def test_a_cancelled_sequence_leaves_nothing_to_the_next_in_its_place(model):
     assert core.states.num_bytes == num_bytes
 
 
+@pytest.mark.heavy
 def test_prompts_by_chunks_agree_with_prompts_token_by_token(model):
     """On a GPU, and in other dtypes, a prompt is read by chunks; a decoded token goes on from the same state."""
     for budget in (8192, 50):
@@ -80,6 +83,7 @@ def test_prompts_by_chunks_agree_with_prompts_token_by_token(model):
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.heavy
 def test_the_prefix_cache_is_off_and_this_is_said_once(model, caplog):
     with caplog.at_level(logging.INFO):
         core = build_core(model)
@@ -89,6 +93,7 @@ def test_the_prefix_cache_is_off_and_this_is_said_once(model, caplog):
     assert bits(first[0]) == bits(second[0])
 
 
+@pytest.mark.heavy
 def test_fewer_sequences_run_than_allowed_if_their_states_do_not_fit(model, caplog, monkeypatch):
     per_sequence = states.bytes_per_sequence(model)
     monkeypatch.setattr(states, "free_memory", lambda: 6 * 3 * per_sequence)

@@ -232,6 +232,7 @@ def joined_row(mbs: list[MicroBatch]) -> MicroBatch:
     return _merge_documents([(mb, 0) for mb in mbs])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shares", [True, False], ids=["shared", "apart"])
 def test_gradients_do_not_depend_on_packing(shares):
     mbs, results = with_supports(), []

@@ -66,6 +66,7 @@ async def test_the_client_gets_what_the_engine_makes_of_an_image(site, request_o
     assert site.engine.core.images.num_encoded == 1
 
 
+@pytest.mark.heavy
 async def test_requests_that_show_the_same_image_keep_its_pixels_once(site, request_of, monkeypatch):
     """They do so while they wait, and no longer."""
     generate, seen = site.engine.generate, []
@@ -91,6 +92,7 @@ def noise(request: GenerateRequest, count: int) -> list[GenerateRequest]:
     return [msgspec.structs.replace(request, request_id=f"r{i}", images=(x,)) for i, x in enumerate(images)]
 
 
+@pytest.mark.heavy
 async def test_a_flood_of_images_is_refused_beyond_a_bound_in_bytes_and_served_later(directory, request_of):
     bodies = [api.encode_generate(request, "tiny") for request in noise(request_of, 40)]
     size = len(bodies[0])

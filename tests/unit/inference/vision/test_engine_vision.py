@@ -56,6 +56,7 @@ def assert_as_in_training(
         np.testing.assert_allclose(completion.prompt_logprobs[1:], expected[: start - 1], atol=1e-5, rtol=0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", VISION_CASES)
 def test_logprobs_are_those_of_training(case):
     core = build_core(build_vision_policy(case))
@@ -87,6 +88,7 @@ def test_logprobs_are_those_of_transformers(tmp_path):
     np.testing.assert_allclose(completion.logprobs, expected[-8:], atol=2e-5, rtol=0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", [*FAMILIES, "qwen3_5"])
 @pytest.mark.parametrize("step", [3, 7])
 def test_prompts_that_are_cut_through_images_have_the_same_bits(case, step):
@@ -99,6 +101,7 @@ def test_prompts_that_are_cut_through_images_have_the_same_bits(case, step):
         np.testing.assert_array_equal(one[0].prompt_logprobs, other[0].prompt_logprobs)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", FAMILIES)
 def test_the_prefix_cache_knows_images_and_not_their_placeholders(case):
     core = build_core(build_vision_policy(case), block_size=4)
@@ -122,6 +125,7 @@ def test_images_in_one_block_are_told_apart_by_their_order():
         assert_as_in_training(core, show(f"r{i}", pair), completion)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", [*FAMILIES, "qwen3_5"])
 def test_a_later_turn_continues_the_cache_and_may_show_more_images(case):
     core = build_core(build_vision_policy(case), block_size=4)
@@ -137,6 +141,7 @@ def test_a_later_turn_continues_the_cache_and_may_show_more_images(case):
     assert_as_in_training(core, second, done)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", ["qwen3_vl", "qwen3_vl-heads-of-16", "qwen3_5"])
 def test_preempted_sequences_with_images_have_the_same_bits(case):
     model = build_vision_policy(case)
@@ -184,6 +189,7 @@ def test_an_engine_that_sleeps_keeps_no_images(keeps_weights):
     np.testing.assert_array_equal(again.logprobs, before.logprobs)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", FAMILIES)
 def test_adapters_see_images_as_their_merged_models_do_and_share_their_vectors(case):
     plain, tuned = (build_vision_policy(case) for _ in range(2))
@@ -246,6 +252,7 @@ def test_aborted_requests_leave_no_images_behind():
     assert_as_in_training(core, text, run(core, text)[0][0])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("change", "words"),
     [

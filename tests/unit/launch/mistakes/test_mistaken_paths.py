@@ -104,6 +104,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.heavy
 @needs("prime")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_path_or_name_that_is_not_there_is_told_with_the_one_that_is(mistake, place, capsys):

@@ -53,6 +53,7 @@ def assert_equal_with_gradients(got, expected, inputs, others, weights):
         torch.testing.assert_close(mine.grad, other.grad, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_the_gated_delta_rule_by_chunks_is_that_by_tokens(bounds):
     torch.manual_seed(0)

@@ -51,6 +51,7 @@ def test_experts_are_written_as_checkpoints_have_them_and_read_again(tmp_path):
         assert torch.equal(parameter, again.get_parameter(name)), name
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_transformers_sees_the_same_in_a_picture(family, tmp_path):
     from transformers import AutoModelForImageTextToText

@@ -106,6 +106,7 @@ def gradients_of_both(theirs, ours, ids, patches, folder) -> tuple[dict, dict, l
     return {n: x if x.shape == expected[n].shape else x.mT for n, x in got}, expected, [*both, *losses]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", VISION_CASES)
 def test_logits_and_every_gradient_equal_transformers(case, tmp_path):
     build_theirs(case).save_pretrained(tmp_path / "theirs")
@@ -126,6 +127,7 @@ def test_logits_and_every_gradient_equal_transformers(case, tmp_path):
     assert_gradients_as_exact_as_theirs(ours, theirs, 1e-4 if is_recurrent else 1e-5)
 
 
+@pytest.mark.heavy
 @torch.no_grad()
 def test_packed_documents_equal_each_alone_with_images_or_without(pair):
     theirs, ours, _ = pair
@@ -141,6 +143,7 @@ def test_packed_documents_equal_each_alone_with_images_or_without(pair):
         torch.testing.assert_close(packed[a:b], their_logits(theirs, ids, grids, patches), atol=1e-5, rtol=0)
 
 
+@pytest.mark.heavy
 @torch.no_grad()
 def test_an_image_that_stands_twice_is_computed_once_and_one_in_no_token_changes_nothing(pair):
     _, ours, _ = pair
@@ -160,6 +163,7 @@ def test_an_image_that_stands_twice_is_computed_once_and_one_in_no_token_changes
     assert torch.equal(ours.hidden(text, plain, images=unused), ours.hidden(text, plain))
 
 
+@pytest.mark.heavy
 @torch.no_grad()
 def test_hidden_states_of_chosen_rows_are_those_of_all_rows(pair):
     _, ours, _ = pair
@@ -172,6 +176,7 @@ def test_hidden_states_of_chosen_rows_are_those_of_all_rows(pair):
     torch.testing.assert_close(ours.hidden(tokens, layout, some, images=images), whole[some], atol=1e-5, rtol=0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", VISION_CASES)
 def test_weights_and_config_survive_the_way_there_and_back(case, dtype, tmp_path):
@@ -192,6 +197,7 @@ def test_weights_and_config_survive_the_way_there_and_back(case, dtype, tmp_path
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", VISION_CASES)
 def test_our_config_json_says_what_theirs_did(case, tmp_path):
     theirs = build_theirs(case)

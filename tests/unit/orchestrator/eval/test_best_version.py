@@ -99,6 +99,7 @@ AGAIN = {  # rewards of versions 2 and 3, and what is best, after a resume from 
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", AGAIN)
 def test_after_a_resume_the_best_is_a_version_of_the_steps_that_count(case, tmp_path):
     rewards, expected = AGAIN[case]

@@ -205,6 +205,7 @@ def has_what_it_needs(group, section):
     return any(getattr(turn, column) is not None for turn in turns)
 
 
+@pytest.mark.heavy
 def test_advantages_of_turns_are_those_of_the_formulas_on_300_random_groups():
     rng, num_groups, num_turns = random.Random(7), 0, 0
     while num_groups < 300:

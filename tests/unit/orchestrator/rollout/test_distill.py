@@ -74,7 +74,8 @@ def train(cfg, engine, teachers=None, *, start=0, trainer=None):
 
     async def run():
         async with AsyncExitStack() as stack:
-            wires = Wires(engine, trainer, trainer, teachers or {})
+            weighted = {env: {"teacher": (teacher, 1.0)} for env, teacher in (teachers or {}).items()}
+            wires = Wires(engine, trainer, trainer, weighted)
             await build_loop(cfg, wires, CharRenderer(), starting_point(cfg), stack).run()
 
     run_virtual(run())

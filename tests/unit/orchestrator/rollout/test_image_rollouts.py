@@ -112,6 +112,7 @@ def trained(trainer):
     return found
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("end", [{"kill_at": 3.5}, {"kill_at": 2.5}, {"stop_at": 2.5}])
 def test_a_resumed_run_trains_the_same_images(tmp_path, renderer, end):
     whole = trained(run_once(config(tmp_path / "whole"), renderer))

@@ -73,6 +73,7 @@ def unbroken(tmp_path_factory):
     return trained(run_once(config(tmp_path_factory.mktemp("unbroken")))[0])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("end", ["stop_at", "kill_at"])
 @pytest.mark.parametrize("moment", [3.5, 4.5, 5.25, 8.75])
 def test_a_resumed_run_trains_what_an_uninterrupted_one_does(tmp_path, unbroken, end, moment):

@@ -61,7 +61,7 @@ def train(cfg, scorer):
     async def run():
         trainer, engine = FakeTrainer(max_steps=4), FakeEngine(parrot(0.5))
         async with AsyncExitStack() as stack:
-            wires = Wires(engine, trainer, trainer, {"taught": scorer})
+            wires = Wires(engine, trainer, trainer, {"taught": {"teacher": (scorer, 1.0)}})
             await build_loop(cfg, wires, CharRenderer(), starting_point(cfg), stack).run()
         return trainer
 

@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 from fakes import FakeEngine, run_virtual
+from processes.add_ons import needs
 from turns import CallRenderer, OneTask, scripted, text_of
 
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import EpisodeLimits, LimitReached, RolloutResult, SingleTurnEnv
-from stretto.envs.bundled.alphabet_sort import AlphabetSort
-from stretto.envs.bundled.wordle import Wordle
 from stretto.envs.multi_turn import MultiTurnEnv, ToolEnv
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
@@ -219,7 +218,10 @@ def said(*lines):
     return lambda prompt, rng, version: next(left)
 
 
+@needs("games")
 def test_wordle_names_a_state_by_its_answers_and_values_what_they_tell():
+    from stretto_games.wordle import Wordle
+
     env = Wordle()
     task = env.tasks("train").task(0)
     word = task.data["word"]
@@ -234,7 +236,10 @@ def test_wordle_names_a_state_by_its_answers_and_values_what_they_tell():
     assert large.turns[0].value is None and large.turns[0].state == ""
 
 
+@needs("games")
 def test_alphabet_sort_gives_each_right_turn_its_share():
+    from stretto_games.alphabet_sort import AlphabetSort
+
     env = AlphabetSort(num_turns=2, letters_per_turn=2, num_symbols=4, scores_turns=True)
     task = env.tasks("train").task(0)
     letters = task.data["letters"]

@@ -27,6 +27,7 @@ def learner_of(case="qwen3_vl", *, is_frozen=True, **model):
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_samples_in_a_row_have_the_logprobs_of_each_alone(case):
     learner = learner_of(case)

@@ -110,6 +110,7 @@ def second_half(args, rollout_id, rollout_data):
 """
 
 
+@pytest.mark.heavy
 def test_tokens_that_a_users_function_masks_are_not_the_critics_either(tmp_path, monkeypatch):
     name = f"halves_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(HALVES)

@@ -1,0 +1,1 @@
+"""`--bench`: a verb on made-up data, its rates, phases and memory, and what GPUs and CPUs can reach."""

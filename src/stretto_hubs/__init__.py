@@ -1,0 +1,1 @@
+"""Environments that others publish, by name: OpenEnv, NeMo Gym, Harbor, and the tasksets of verifiers."""

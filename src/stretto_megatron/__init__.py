@@ -1,0 +1,5 @@
+"""Checkpoints of Megatron, to and from Hugging Face's names."""
+
+SUMMARIES = {
+    "convert": "a checkpoint of Megatron as a Hugging Face directory, or the other way: stretto convert FROM TO"
+}

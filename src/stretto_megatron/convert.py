@@ -1,0 +1,104 @@
+"""`stretto convert`: a checkpoint of Megatron-Core becomes a Hugging Face directory, and the other way round."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from stretto.base.errors import ConfigError, DataError
+from stretto.config.reading.plain import PlainParser
+from stretto_megatron.places import POINTER, find_iteration, is_megatron
+
+_PARTIAL = ".partial"
+
+
+def convert(words: list[str]) -> int:
+    """Write a model in the other format."""
+    parser = PlainParser("convert", "a checkpoint of Megatron as a Hugging Face directory, or the other way round")
+    parser.add_argument(
+        "source", type=Path, help="Megatron checkpoint (torch_dist or torch), or Hugging Face directory"
+    )
+    parser.add_argument("target", type=Path, help="the directory to write")
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face directory with config.json and tokenizer for Megatron's"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="iteration of a Megatron checkpoint; its latest")
+    options = parser.parse_args(words)
+    source, target = options.source.expanduser(), options.target.expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is there already; name another directory, or delete it")
+    try:
+        if is_megatron(source):
+            if options.model is None:
+                what = "name a Hugging Face directory with its config.json and tokenizer as --model"
+                raise ConfigError(f"{source} is a checkpoint of Megatron: {what}")
+            to_hugging_face(source, options.model.expanduser(), target, step=options.step)
+        elif options.step is not None or options.model is not None:
+            raise ConfigError(f"{source} is no checkpoint of Megatron, which --step and --model are for")
+        else:
+            to_megatron(source, target)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+    sys.stderr.write(f"written to {target}\n")
+    return 0
+
+
+def to_hugging_face(source: Path, model: Path, target: Path, *, step: int | None = None) -> None:
+    """Write the weights of a Megatron checkpoint as a Hugging Face directory, with the other files of `model`.
+
+    One file of weights is in memory at a time. The directory is complete or not there.
+
+    Raises: DataError if the checkpoint does not have the weights that config.json asks for.
+    """
+    from stretto.models import hub
+    from stretto_megatron.checkpoints import as_hugging_face
+
+    place, cfg = find_iteration(source, step), hub.load_config(model, may_be_quantized=True)
+    named = list(as_hugging_face(place, cfg, hub.build_tensor_map(cfg)))
+    tensors = ((name, tensor[tuple(slice(0, size) for size in shape)]) for name, shape, tensor in named)
+    _, shape, first = named[0]
+    dtype = first[tuple(slice(0, 1) for _ in shape)].dtype
+    partial = _emptied(target)
+    config = hub.read_json(model / "config.json")
+    config.pop("quantization_config", None)  # of its own weights, which are not these
+    hub.save_model_directory(dtype, partial, model, config, tensors)
+    partial.rename(target)
+
+
+def check_megatron(source: Path, model: Path) -> None:
+    """Raises: DataError if a Megatron checkpoint does not have the weights that the config.json of `model` asks for."""
+    from stretto.models import hub
+    from stretto_megatron.checkpoints import read_megatron
+
+    for _ in read_megatron(source, hub.load_config(model, may_be_quantized=True)):
+        pass
+
+
+def to_megatron(source: Path, target: Path) -> None:
+    """Write a Hugging Face directory as a checkpoint of Megatron (torch_dist, `release`), chunk by chunk.
+
+    Raises: DataError for weights that are missing, or that have no place there.
+    """
+    from stretto.models import hub
+    from stretto_megatron.checkpoints import as_megatron, has_equal_layers
+    from stretto_megatron.torch_dist import write_torch_dist
+
+    cfg = hub.load_config(source)
+    sources = [each for each in hub.read_tensors(source) if not hub.is_redundant(each[0], cfg)]
+    named = list(as_megatron(sources, cfg, hub.build_tensor_map(cfg), str(source)))
+    partial = _emptied(target)
+    num_experts = 0 if cfg.moe is None else cfg.moe.num_experts
+    write_torch_dist(partial / "release", named, is_stacked=has_equal_layers(named), num_experts=num_experts)
+    (partial / POINTER).write_text("release")
+    partial.rename(target)
+
+
+def _emptied(target: Path) -> Path:
+    """The directory in which `target` is written; what an earlier try has left is deleted."""
+    partial = target.with_name(target.name + _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_dir():
+        target.rmdir()
+    return partial

@@ -1,0 +1,1 @@
+"""Programs that show metrics: W&B, TensorBoard, trackio, MLflow, SwanLab."""

@@ -1,0 +1,166 @@
+"""Load new weights into a running vLLM: our transports behind vLLM's own four routes.
+
+    /init_weight_transfer_engine -> /start_weight_update -> /update_weights -> /finish_weight_update
+
+`update_weights` receives a WeightManifest, which describes how to read the weights. Tensors have Hugging Face names
+and shapes; vLLM's own loader splits, stacks and shards them for this worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from stretto.base.errors import ConfigError
+from stretto.records.weight_manifest import AdapterInfo, WeightGroup, WeightManifest
+from stretto.transports.weights import receive
+from stretto.transports.weights.layout import NamedTensor
+from stretto_vllm.base import BaseWeights
+from stretto_vllm.patches.loaders import keep_copied_weights
+from stretto_vllm.worker import worker_index
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """Empty: a manifest describes its transport, so nothing is set up before the first update."""
+
+
+@dataclass
+class ManifestInfo(WeightTransferUpdateInfo):
+    """The body of one update: a WeightManifest and a WeightGroup, decoded from JSON."""
+
+    manifest: dict[str, Any] = field(default_factory=dict)
+    group: dict[str, Any] | None = None
+
+
+class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
+    """The worker's side of every weight transport; vLLM calls its methods by these names."""
+
+    init_info_cls = NoInitInfo
+    update_info_cls = ManifestInfo
+    _base: BaseWeights | None = None
+    """For runs that train an adapter."""
+    _is_replaced = False
+    """Whether the model's weights differ from those of its directory."""
+    _kernels: Mapping[Any, Any] = MappingProxyType({})
+    """During an update on a CPU: kernels of the mixtures from before it and before earlier unfinished updates."""
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        _drop_unfinished_layers(self.model)
+        if self.device.type == "cpu":
+            self._kernels = {**self._kernels, **_forget_cpu_kernels(self.model)}
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As in the base class, but without synchronising an accelerator on a CPU."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: ManifestInfo) -> None:
+        manifest = msgspec.convert(update_info.manifest, WeightManifest)
+        group = None if update_info.group is None else msgspec.convert(update_info.group, WeightGroup)
+        worker = worker_index(self.parallel_config)
+        with receive(manifest, group, worker, self.device) as tensors:
+            if manifest.adapter is None:
+                self._mark_replaced()
+            weights = tensors if manifest.adapter is None else self._merge_adapter(manifest.adapter, tensors)
+            with keep_copied_weights(self.model):
+                self.model.load_weights((name, tensor.to(self.device)) for name, tensor in weights)
+            tensors.check_unchanged()
+
+    def _merge_adapter(self, info: AdapterInfo, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Merge the policy's adapter into the weights with which vLLM was started.
+
+        Raises: ConfigError for an adapter with a name; vLLM loads those by /v1/load_lora_adapter.
+        """
+        if info.name is not None:
+            raise ConfigError(
+                f"adapter {info.name!r} cannot be loaded as a weight update: vLLM loads named adapters from a "
+                "directory; save it and call /v1/load_lora_adapter"
+            )
+        if self._base is None:
+            self._base = BaseWeights(Path(self.model_config.model))
+            if self._is_replaced:
+                self._base.mark_all_changed()
+        return self._base.merge(tensors, info.rank, info.scaling, self.device)
+
+    def _mark_replaced(self) -> None:
+        """Note that the base model's weights are being replaced."""
+        self._is_replaced = True
+        if self._base is not None:
+            self._base.mark_all_changed()
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        for method, kernel in self._kernels.items():
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel  # the update had no weights for its experts
+        self._kernels = {}
+        if self.device.type == "cpu":
+            _pack_cpu_heads(self.model)
+
+    def shutdown(self) -> None:
+        if self._base is not None:
+            self._base.close()
+            self._base = None
+
+
+def _drop_unfinished_layers(model: torch.nn.Module) -> None:
+    """Restore the tensors that layers had before an update that was not finished.
+
+    vLLM counts the weights that a layer has received. Without this it would count those of both updates, and use a
+    layer before all of its new weights have arrived.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    layerwise.LOADING_LAYERS.clear()
+
+
+def _forget_cpu_kernels(model: torch.nn.Module) -> dict[Any, Any]:
+    """Remove the kernels of mixtures, so that a reload packs their experts again; returns them.
+
+    On a CPU vLLM 0.32 packs the weights of experts once, when it builds their kernel, and then computes with the
+    packed copy; a reload keeps an existing kernel, with the old weights (see vllm-project/vllm issue 48312).
+    """
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    kernels: dict[Any, Any] = {}
+    for method in methods:
+        if (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernels[method] = kernel
+    for method in kernels:
+        method.moe_kernel = None
+    return kernels
+
+
+def _pack_cpu_heads(model: torch.nn.Module) -> None:
+    """Pack output matrices again after a reload, for those that are tied to the embedding.
+
+    On a CPU vLLM 0.32 multiplies with a packed copy, which a reload updates only if the checkpoint has weights for the
+    matrix itself.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

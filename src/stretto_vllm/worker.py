@@ -1,0 +1,43 @@
+"""Methods that vLLM mixes into its worker class, and the numbering of workers.
+
+An engine over several nodes has an HTTP server on each node, and every server counts only its own workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stretto_vllm.patches import leases
+
+
+def num_workers(parallel: Any) -> int:
+    """The number of workers behind one HTTP server. parallel: vLLM's ParallelConfig."""
+    ranks = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+    return ranks * parallel.world_size
+
+
+def worker_index(parallel: Any) -> int:
+    """This worker's number among those behind its HTTP server, from 0."""
+    rank = parallel.data_parallel_rank_local if parallel.local_engines_only else parallel.data_parallel_index
+    return (rank or 0) * parallel.world_size + parallel.rank
+
+
+class WorkerExtension:
+    """Methods that routes.py calls by collective_rpc, under these names."""
+
+    _weight_update_active: bool  # vLLM's
+    start_weight_update: Callable[[], None]  # vLLM's
+
+    def stretto_is_alive(self) -> bool:
+        """True; a worker that hangs or is dead does not answer."""
+        return True
+
+    def stretto_start_update(self) -> None:
+        """vLLM's start_weight_update, also after an update that was not finished.
+
+        vLLM itself requires that the earlier update is finished first, which would use incomplete weights.
+        """
+        leases.note_pause()
+        self._weight_update_active = False
+        self.start_weight_update()

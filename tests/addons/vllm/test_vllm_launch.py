@@ -1,0 +1,51 @@
+"""What the process of a vLLM engine sets up before vLLM starts."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from stretto.config.root import InferenceConfig
+from stretto.config.sections.engines import STORE_VARIABLE
+from stretto.transports.weights import store
+from stretto_vllm import launch
+from stretto_vllm.launch import OWN_ADDRESS_VAR
+
+OWN = {"10.0.0.1": "10.0.0.2", "10.0.0.2": "10.0.0.2", "fast-1": "192.168.1.2", "0.0.0.0": "127.0.0.1"}
+"""The address of this machine, 10.0.0.2 or 192.168.1.2, from which it reaches a host."""
+VARIABLES = (OWN_ADDRESS_VAR, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", STORE_VARIABLE)
+
+
+@pytest.mark.parametrize(
+    ("host", "head", "master", "address"),
+    [
+        ("127.0.0.1", None, None, None),  # an engine alone: vLLM's own choice
+        ("0.0.0.0", None, None, None),
+        ("10.0.0.2", None, None, "10.0.0.2"),
+        ("0.0.0.0", None, "10.0.0.1", "10.0.0.2"),
+        ("10.0.0.2", "fast-1", "10.0.0.1", "192.168.1.2"),
+    ],
+)
+def test_vllm_is_told_at_which_address_other_nodes_reach_it(
+    monkeypatch: pytest.MonkeyPatch, host: str, head: str | None, master: str | None, address: str | None
+) -> None:
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, "")  # put back after the test
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(store, "find_address", lambda host: OWN.get(host, host))
+    monkeypatch.setattr(store, "find_interface", lambda address: f"to-{address}")
+    if master is not None:
+        monkeypatch.setenv(STORE_VARIABLE, json.dumps({"master_server_address": f"{master}:50051"}))
+    extra = {} if head is None else {"data-parallel-address": head}
+    launch._set_own_address(InferenceConfig(model="m", server={"host": host}, vllm_extra=extra))
+    assert os.environ.get(OWN_ADDRESS_VAR) == address
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == (None if head is None else f"to-{address}")
+
+
+def test_an_address_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OWN_ADDRESS_VAR, "10.9.9.9")
+    monkeypatch.setattr(store, "find_address", lambda host: host)
+    launch._set_own_address(InferenceConfig(model="m", server={"host": "10.0.0.2"}))
+    assert os.environ[OWN_ADDRESS_VAR] == "10.9.9.9"

@@ -1,0 +1,90 @@
+"""Models that vLLM is known not to compute are refused, before it starts and in a dry run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stretto.base.errors import ConfigError
+from stretto.check.models import check_served, needs_vllm
+from stretto.config.sections.inference import InferenceSection
+from stretto_vllm.command import build_command
+
+SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+REFUSED_ON_CPUS = {
+    "bfloat16 only": {"model_type": "qwen3_5_text"},
+    "experts without gates": {"model_type": "nemotron_h", "n_routed_experts": 8},
+    "with latent attention": LATENT,
+    "the experts of gpt_oss": {"model_type": "gpt_oss"},
+    "does not let deepseek_v32 choose": LATENT | {"model_type": "deepseek_v32"},
+    "heads have 16 dimensions": {"model_type": "glm4", "head_dim": 16},
+}
+
+
+def save(directory, **config) -> str:
+    (directory / "config.json").write_text(json.dumps(SHAPE | config))
+    return str(directory)
+
+
+def words_of(section: InferenceSection, directory, *, is_cpu: bool) -> str:
+    return " ".join(build_command(section, directory, is_cpu=is_cpu).words)
+
+
+@pytest.mark.parametrize("message", REFUSED_ON_CPUS)
+def test_what_a_cpu_cannot_run_is_refused_there_only(tmp_path, message):
+    name, section = save(tmp_path, **REFUSED_ON_CPUS[message]), InferenceSection(engine="vllm")
+    for check in (
+        lambda: build_command(section, tmp_path, is_cpu=True),
+        lambda: check_served(section, name, is_cpu=True),
+    ):
+        with pytest.raises(ConfigError, match=f"{message}.*embedded"):
+            check()
+    build_command(section, tmp_path, is_cpu=False)
+    check_served(section, name, is_cpu=False)
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_a_tied_head_is_refused_where_vllm_does_not_tie_it(tmp_path, is_cpu):
+    section = InferenceSection(engine="vllm")
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings.*glm4_moe.*embedded"):
+        check_served(section, save(tmp_path, model_type="glm4_moe", tie_word_embeddings=True), is_cpu=is_cpu)
+    check_served(section, save(tmp_path, model_type="glm4", tie_word_embeddings=True), is_cpu=is_cpu)
+
+
+def test_auto_means_vllm_for_families_that_the_embedded_engine_lacks(tmp_path):
+    name = save(tmp_path, model_type="olmo2")
+    check_served(InferenceSection(), name, is_cpu=True)
+    assert needs_vllm(InferenceSection(), name) and not needs_vllm(InferenceSection(engine="embedded"), name)
+    assert InferenceSection().chosen_engine(has_gpu=False, is_own=False) == "vllm"
+    with pytest.raises(ConfigError, match=r'engine = "embedded" has no olmo2'):
+        check_served(InferenceSection(engine="embedded"), name, is_cpu=True)
+    assert not needs_vllm(InferenceSection(), save(tmp_path, model_type="qwen3"))
+
+
+def test_a_model_that_chooses_its_keys_is_served_by_the_embedded_engine_or_on_gpus(tmp_path):
+    name = save(tmp_path, model_type="glm_moe_dsa")
+    for engine, is_cpu in (("embedded", True), ("embedded", False), ("auto", True), ("vllm", False)):
+        check_served(InferenceSection(engine=engine), name, is_cpu=is_cpu)
+    with pytest.raises(ConfigError, match=r"glm_moe_dsa .*embedded"):
+        check_served(InferenceSection(engine="vllm"), name, is_cpu=True)
+
+
+def test_patches_are_normalised_once_and_positions_of_images_are_the_models(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+    text = {"model_type": "qwen3_vl_text", "rope_parameters": rope | {"mrope_interleaved": True}}
+    save(tmp_path, model_type="qwen3_vl", vision_config={}, text_config=text)
+    for is_cpu in (True, False):
+        assert "--no-mm-device-do-normalize" in words_of(InferenceSection(), tmp_path, is_cpu=is_cpu)
+    with pytest.raises(ConfigError, match="mm_device_do_normalize is not yours to set"):
+        words_of(InferenceSection(vllm_extra={"mm_device_do_normalize": True}), tmp_path, is_cpu=True)
+    name = save(tmp_path, model_type="qwen3_vl", vision_config={}, text_config=text | {"rope_parameters": rope})
+    with pytest.raises(ConfigError, match=r"no mrope_interleaved = true.*embedded"):
+        check_served(InferenceSection(engine="vllm"), name, is_cpu=False)
+
+
+def test_states_are_not_shared_between_prompts_on_a_cpu(tmp_path):
+    save(tmp_path, model_type="nemotron_h")
+    assert "--no-enable-prefix-caching" in words_of(InferenceSection(), tmp_path, is_cpu=True)
+    assert "--no-enable-prefix-caching" not in words_of(InferenceSection(), tmp_path, is_cpu=False)
