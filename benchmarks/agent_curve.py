@@ -5,7 +5,8 @@
 The task is that of examples/agent: products of two numbers, with a tool. With `agent` each rollout is a program that
 asks over HTTP; with `calculator` stretto plays. Both have the records of examples/agent in the same order, the same
 start (WARM_UP steps of `sft`), seeds and settings, those of examples/calculator with fewer rollouts per step. The
-columns are the mean reward of the 128 held-out records, two replies to each at temperature 1, and the likeliest reply.
+columns are the mean reward of the 128 held-out records, two replies to each at temperature 1, and the likeliest reply;
+that of the start is measured once.
 
 A run is in one process (in_process.py), beside the programs. `--rows` keeps every run that is done, with its curve,
 and those it has are not run again.
@@ -60,15 +61,15 @@ class Products(Calculator):
         return TaskSource(make, source.num_tasks)
 
 
-def run(about: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """One run, as a row."""
+def run(about: dict[str, Any], directory: Path, before: dict[str, float] | None) -> dict[str, Any]:
+    """One run, as a row. before: what the same weights have got already."""
     seed, warm_up_steps = str(about["seed"]), str(about["warm_up"])
     words = ["--model.scratch.seed", seed, "--max-steps", warm_up_steps]
     weights = warm_up(EXAMPLES / "calculator" / "sft.toml", directory / f"seed-{seed}-{warm_up_steps}", words)
     given = ["@", str(EXAMPLES / "calculator" / "rl.toml"), "--model.name", str(weights), "--seed", seed]
     more = f"--max-steps {about['steps']} {SETTINGS} {about['flags']}".split()
     env = Products() if about["arm"] == "calculator" else load_environment("agent", ARGS)
-    return about | train(load(RLConfig, [*given, *more], verb="rl"), env, num_eval_tasks=128)
+    return about | train(load(RLConfig, [*given, *more], verb="rl"), env, num_eval_tasks=128, before=before)
 
 
 def main() -> None:
@@ -88,7 +89,9 @@ def main() -> None:
     for about in ({"seed": seed, "arm": arm} | shared for seed in args.seeds for arm in args.arms):
         if any(about.items() <= row.items() for row in rows):
             continue
-        rows.append(run(about, directory))
+        start = {key: about[key] for key in ("seed", "warm_up")}
+        before = next((row["before"] for row in rows if start.items() <= row.items()), None)
+        rows.append(run(about, directory, before))
         if args.rows:
             with args.rows.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")

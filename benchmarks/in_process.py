@@ -100,13 +100,17 @@ def mean_reward(groups: Sequence[Group]) -> float:
     return round(sum(rollout.reward for rollout in rollouts) / len(rollouts), 4)
 
 
-def train(cfg: RLConfig, env: Environment, *, num_eval_tasks: int) -> dict[str, Any]:
+def train(
+    cfg: RLConfig, env: Environment, *, num_eval_tasks: int, before: dict[str, float] | None = None
+) -> dict[str, Any]:
     """Train for cfg.max_steps steps. The row has the curve, and the held-out reward before and after: `sampled` is the
-    mean of two replies, `greedy` that of the likeliest."""
-    return asyncio.run(_train(cfg, env, num_eval_tasks))
+    mean of two replies, `greedy` that of the likeliest. before: the first of both, if it is known."""
+    return asyncio.run(_train(cfg, env, num_eval_tasks, before))
 
 
-async def _train(cfg: RLConfig, env: Environment, num_eval_tasks: int) -> dict[str, Any]:
+async def _train(
+    cfg: RLConfig, env: Environment, num_eval_tasks: int, before: dict[str, float] | None
+) -> dict[str, Any]:
     began, section, trainer = time.monotonic(), cfg.orchestrator_config(), cfg.trainer_config()
     assert cfg.max_steps is not None, "a run of a benchmark has an end"
     weights, steps = Path(cfg.model.name), cfg.max_steps
@@ -132,7 +136,7 @@ async def _train(cfg: RLConfig, env: Environment, num_eval_tasks: int) -> dict[s
             for kind, (by, replies) in each.items()
         }
 
-    curve, before = [], await held_out()
+    curve, before = [], before or await held_out()
     size = section.batch_size // section.group_size
     for step in range(1, steps + 1):
         groups = await play(player, env, "train", step * size, size, section.group_size, step - 1)

@@ -25,7 +25,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit" / "envs" / "repair")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "addons" / "repair")]
 
 import faults  # noqa: E402
 import kinds  # noqa: E402

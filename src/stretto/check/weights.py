@@ -113,6 +113,10 @@ def _check_targets(directory: Path, tensors: Mapping[str, HeaderTensor], targets
         if target not in layers and target not in LORA_TARGETS:
             near = difflib.get_close_matches(target, sorted(layers), n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(layers))}"
+            if target.startswith("all") or not target.isidentifier():  # PEFT's "all-linear", or a pattern
+                hint = (
+                    f"names of layers are needed, and without target_modules all have one: {', '.join(sorted(layers))}"
+                )
             raise ConfigError(f"[model.lora] target_modules: {directory} has no layer {target}; {hint}")
 
 
