@@ -184,6 +184,7 @@ def test_two_vllm_engines_behind_a_router_one_killed_and_back(warm: Path, tmp_pa
     assert audit(run) == []
 
 
+@pytest.mark.slow
 def test_two_embedded_engines_are_sent_changes_one_killed_and_back(warm: Path, tmp_path: Path) -> None:
     more = {
         "max_steps": 100000,

@@ -464,6 +464,7 @@ def test_failed_rollouts_are_rows_with_a_cause_and_training_goes_on(sorter: Path
     assert audit(ended.run) == []
 
 
+@pytest.mark.slow
 def test_rollouts_that_hang_fail_at_their_deadline(sorter: Path, tmp_path: Path) -> None:
     hanging = {"id": "envs:Hanging", "args": {"every": 4}}
     short = {"max_steps": 2, "orchestrator": {"rollout_timeout_s": 2.0}}

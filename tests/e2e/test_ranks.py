@@ -100,6 +100,7 @@ def test_the_model_of_a_users_function_is_trained_by_two_ranks(tmp_path: Path, a
         assert two.column("loss/mean") == pytest.approx(one.column("loss/mean"), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts", pytest.param("an adapter", marks=pytest.mark.slow)])
 def test_what_is_not_a_plain_matrix_is_sent_by_two_ranks(tmp_path: Path, name: str) -> None:
     shape: dict[str, Any] = {}

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from processes import forked
 from runs import DEADLINE_S, start, untrained_model, wait
 
@@ -96,6 +97,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_script_and_goes_on_from_a_shell_with_what_the_script_defined(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(OWN)
     words = [sys.executable, "script.py", str(untrained_model(tmp_path / "model"))]

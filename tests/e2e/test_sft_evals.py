@@ -38,6 +38,7 @@ def sft(directory, **changes):
     return start("sft", ["@", "sft.toml"], directory)
 
 
+@pytest.mark.slow
 def test_every_version_that_is_due_is_evaluated_and_scores_rise(tmp_path):
     code, output = wait(sft(tmp_path))
     assert code == 0, output

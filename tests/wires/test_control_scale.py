@@ -98,6 +98,7 @@ class Ranks:
                 raise self.error
 
 
+@pytest.mark.slow
 async def test_a_thousand_ranks_register_beat_step_and_leave() -> None:
     limit = raise_file_limit()
     if limit is not None and limit < 8 * NUM_RANKS:

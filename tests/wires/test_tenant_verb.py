@@ -107,6 +107,7 @@ async def test_ranks_train_tenants_and_end_when_asked(tmp_path):
         assert [await asyncio.to_thread(rank.wait, 60) for rank in ranks] == [0, 0]
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_killed_ends_the_service_of_all_ranks(tmp_path):
     async with service(tmp_path, 2) as (server, ranks):
         await server.execute(CreateTenant(spec=TenantSpec(name="a")))

@@ -8,7 +8,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from stretto import addons
 from stretto.base.errors import ConfigError
 from stretto.base.ports import open_url
 from stretto.config.sections.engines import Disaggregated, RouterSection, RouterType
@@ -32,8 +31,7 @@ def check_router(section: InferenceSection | None, *, is_dry_run: bool = False) 
     router = None if section is None else section.router
     if router is None:
         return None
-    if router.type != "llm-d":
-        addons.check("stretto.routers", router.type, f'inference.router.type = "{router.type}"')
+
     fault: str | None = None
     if router.type == "dynamo" and not Path(python := dynamo_python(router)).is_file():
         fault = (

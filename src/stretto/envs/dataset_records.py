@@ -415,6 +415,9 @@ def _keys_of(record: Mapping[str, Any], missing: str) -> str:
     """For messages: the keys of a record, and the one that is most like the missing key."""
     near = difflib.get_close_matches(missing, record, n=1)
     meant = f"did you mean {near[0]!r}?" if near else "name one of them"
+    first, dot, rest = missing.partition(".")
+    if dot and isinstance(record.get(first), Mapping):
+        meant = f"keys below {first!r} are not named by dots; give a function as `convert` that takes out {rest!r}"
     return f"the record has {', '.join(sorted(record))}; {meant}" if record else "the record has nothing"
 
 

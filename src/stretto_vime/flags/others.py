@@ -184,11 +184,16 @@ def answer(flag: Flag, option: str, value: Any, typed: str) -> str | None:
     """
     if _is_default(flag, option, value):
         return None
-    name = option_of(option).removeprefix("--")
-    found = next((each for each in ANSWERS if each.is_about(name)), None)
+    found = answer_of(option)
     if found is None or found.is_refused:
         raise ConfigError(f"{typed}: {UNKNOWN if found is None else found.text}")
     return f"{typed} does nothing: {found.text}"
+
+
+def answer_of(option: str) -> Answer | None:
+    """The answer to an option's values; None if no group has it."""
+    name = option_of(option).removeprefix("--")
+    return next((each for each in ANSWERS if each.is_about(name)), None)
 
 
 def _is_default(flag: Flag, option: str, value: Any) -> bool:

@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from stretto_vime.flags.flag import Flag
-from stretto_vime.flags.groups import GROUPS
+from stretto_vime.flags.groups import BY_NAME, GROUPS
+from stretto_vime.flags.others import ANSWERS, SHIPPED, UNKNOWN, answer_of
 
 VALUES = {
     "switch": "", "integer": " N", "number": " X", "text": " TEXT", "list": " TEXT ...", "integers": " N ...",
     "object": " JSON",
 }  # fmt: skip
 WIDTH = 110
+MOST_NAMES = 5
+"""Options of Megatron-LM's that a row of the page names."""
 
 
 def help_text(word: str = "") -> str:
@@ -63,7 +66,24 @@ def counts() -> Counter[str]:
 
 def markdown() -> str:
     """The page of all flags."""
-    return _PAGE.format(table="\n".join(_tables()), total=counts().total(), **counts())
+    alone = [flag for flag in SHIPPED.table.flags if flag.name not in BY_NAME]
+    about = {
+        "version": SHIPPED.table.version,
+        "others": len(alone),
+        "answers": "\n".join(_answers()),
+        "unknown": UNKNOWN,
+    }
+    return _PAGE.format(table="\n".join(_tables()), total=counts().total(), **counts(), **about)
+
+
+def _answers() -> Iterator[str]:
+    """A row for each kind of Megatron-LM's other options, with a few of their names."""
+    names = [flag.name for flag in SHIPPED.table.flags if flag.name not in BY_NAME]
+    for each in ANSWERS:
+        found = [name for name in names if answer_of(name) is each]
+        more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
+        shown = ", ".join(f"`{name}`" for name in found[:MOST_NAMES])
+        yield f"| {shown}{more} | {'**refused**' if each.is_refused else 'a note'}: {each.text} |"
 
 
 def _tables() -> Iterator[str]:
@@ -100,10 +120,19 @@ flags are taken; `vime --help WORD` shows those with a word.
 
 {total} flags: {acts} act, {equal} request what happens anyway, {refused} are refused. Any option of vLLM's is
 `--vllm-OPTION`, any of vllm-router's `--router-OPTION`: they are checked against the versions that are supported.
+Megatron-LM's other options are answered by kind, as the last table says.
 `orchestrator.env.0.args` are the arguments of the environment `dataset`, `orchestrator.eval.env.0` is each data set of
 the evals.
 
 {table}
+### Megatron-LM's other options
+
+Megatron-LM {version} has {others} options beside these. Their defaults are accepted. Another value is
+
+| for | answer |
+|---|---|
+{answers}
+| any other | **refused**: {unknown} |
 """
 
 

@@ -91,7 +91,7 @@ def test_phases_are_over_the_rows_that_have_them() -> None:
     assert "unknown" in table and "time/b" in table
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_sft_is_benched_and_its_first_step_dropped(model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["--model.name", str(model), "--data.name", "unused.jsonl", "--batch-size", "4", "--seq-len", "64"]
@@ -179,3 +179,16 @@ def test_bad_input_is_one_message(verb, words, text, model: Path, tmp_path, monk
     words = [*words, "--model", str(model)] if verb == "inference" else words
     assert cli.main([verb, *words]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--bench", "--bench.step", "3"], "did you mean --bench.steps?"),
+        (["--bench", "--bench.steps", "zero"], "--bench.steps: 'zero' is not"),
+    ],
+)
+def test_a_wrong_flag_or_value_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rl", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1

@@ -320,7 +320,7 @@ def test_a_server_that_nobody_started_is_said(words: list[str]) -> None:
 # -- hosts --
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_hosts_of_a_deployment_report_to_the_first(words: list[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

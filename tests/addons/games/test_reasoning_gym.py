@@ -114,6 +114,7 @@ def test_a_scorer_that_raises_fails_the_rollout():
     assert "its scorer raised ValueError" in group.rollouts[0].error
 
 
+@pytest.mark.slow
 @needs_extra
 def test_every_generator_gives_tasks_and_scores_its_own_answers():
     from reasoning_gym.factory import DATASETS

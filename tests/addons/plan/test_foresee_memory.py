@@ -60,7 +60,7 @@ def measured_peak(shape: ScratchSection, settings, vocab: int) -> float:
     return peak
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape, settings, vocab",
     [

@@ -72,7 +72,7 @@ def test_slow_rewards_are_hidden_by_more_asynchrony(tmp_path) -> None:
     assert found[0].words[0] == "--orchestrator.max-async-level" and found[0].gain > 0.5
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_nodes_go_where_the_time_is_spent(tmp_path) -> None:
     nodes = {
         "deployment": {"type": "multi_node", "num_train_nodes": 1, "gpus_per_node": 8},

@@ -32,6 +32,7 @@ def reply(prompt: str, rng, version: int) -> str:
     return f"```sh\necho {number} >> notes; cat notes | tr '\\n' ' '; date +%N; sleep 0{rng.choice('12')}e-1\n```"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["worker", "sandbox"])
 def test_kill_9_loses_no_turn_and_runs_no_command_twice(tmp_path, victim):
     bank = make_bank(tmp_path, num_tasks=1)

@@ -280,7 +280,7 @@ def test_roles_are_known_in_every_published_template() -> None:
     assert num > 250
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_roles_of_tokens_are_those_of_their_text(name: str) -> None:
     tokenizer = load_tokenizer(tokenizer_dir(name))

@@ -97,6 +97,7 @@ def listed(router: str) -> list[str]:
     return NO_ANSWER
 
 
+@pytest.mark.slow
 @needs_router
 def test_engines_enter_a_router_leave_it_when_killed_and_come_back(tmp_path):
     model, port, backend = save(scratch(0), tmp_path / "model"), free_port(), free_ports_in_a_row(2)

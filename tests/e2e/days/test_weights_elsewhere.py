@@ -38,7 +38,7 @@ print("SAID", json.dumps([each.outputs[0].text.strip() for each in said]))
 
 @pytest.fixture(scope="module")
 def weights(sorter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run with an adapter, which is merged in them and stands beside them."""
+    """Those of a run with an adapter, which is merged in them and stands beside them."""
     adapter = {
         "model": {"lora": {"rank": 4}},
         "ckpt": {"interval": NUM_STEPS, "weights": {"save_adapter_separately": True}},

@@ -13,6 +13,7 @@ from processes import forked
 from runs import DEADLINE_S, start, wait
 
 
+@pytest.mark.slow
 def test_the_task_of_the_first_hour_is_learned_and_looked_at(workplace: Path) -> None:
     [*_, script] = [block.text for block in blocks("python") if block.page == "docs/first_hour.md"]
     code, output = wait(start("rl", ["@", "vowels.toml", "--clean"], workplace))

@@ -23,8 +23,8 @@ from runs import DEADLINE_S, start, wait
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
 
-QUICK = ('id = "my_envs:Shout"\nargs', 'name = "maths"', "my_hooks:rm")
-"""Pieces of the configurations that train in `make test`: a reader's first environment, file and functions."""
+QUICK = ('id = "my_envs:Shout"\nargs',)
+"""Pieces of the configurations that train in `make test`: a reader's first environment."""
 NEEDED = {"reasoning-gym": "reasoning_gym", "capitals-v1": "verifiers", '"vllm"': "vllm"}
 """Packages by what stands in a configuration."""
 _SHORT_REPLIES = ("--max-steps", "3", "--seq-len", "64", "--orchestrator.train.sampling.max-completion-tokens", "16")

@@ -80,6 +80,7 @@ def check_nothing_is_half(run: RunDir) -> None:
     assert not [*run.path.rglob("*.part"), *run.path.rglob("*.old")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "words"),
     [
@@ -100,6 +101,7 @@ def test_a_run_killed_in_a_checkpoint_goes_on_from_the_one_before_it(
     check_resumed(run, step, unbroken, rl(tmp_path, settings, "--resume", *words))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_which_the_trainer_wrote_its_half_does_not_count(
     settings: dict[str, Any], unbroken: Ended, tmp_path: Path
 ) -> None:
@@ -120,6 +122,7 @@ def check_resumed(run: RunDir, step: int, unbroken: Ended, ended: Ended) -> None
     check_nothing_is_half(run)
 
 
+@pytest.mark.slow
 def test_sft_killed_in_a_checkpoint_goes_on_from_the_one_before_it(tmp_path: Path) -> None:
     def start_sft(name: str, *words: str) -> subprocess.Popen[str]:
         settings = {

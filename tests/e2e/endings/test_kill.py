@@ -170,6 +170,7 @@ def test_a_run_killed_at_random_moments_goes_on_and_trains_no_rollout_twice(star
     assert summary["resumed"] and summary["steps"] == job.run.latest_complete_checkpoint()
 
 
+@pytest.mark.slow
 def test_a_preempted_run_saves_ends_well_and_goes_on(start_job: Callable[..., Job]) -> None:
     job = start_job(40)
     popen = job.start()

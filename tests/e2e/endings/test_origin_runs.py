@@ -43,6 +43,7 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 def test_an_rl_run_begun_in_the_middle_of_another_ends_with_its_bits(settings, straight: Ended, tmp_path):
     before = contents(straight.run.path)
     begun = rl(tmp_path, settings, "--resume.dir", str(straight.run.checkpoint(2)))

@@ -99,6 +99,7 @@ def interrupted(directory: Path, settings: dict[str, Any], gate: Path, how: str)
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.slow)])
 def test_an_interrupted_run_goes_on_from_its_tokens_and_ends_with_the_same_bits(
     settings: dict[str, Any], unbroken: Ended, tmp_path: Path, how: str

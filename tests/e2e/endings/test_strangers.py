@@ -20,6 +20,7 @@ def steps_of(run: RunDir) -> set[int]:
     return {row["step"] for row in read_metrics(path)} if path.exists() else set()
 
 
+@pytest.mark.slow
 def test_a_second_trainer_is_refused_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = untrained_model(tmp_path)
     control, rollouts, http = free_ports(3)

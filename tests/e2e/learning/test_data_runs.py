@@ -91,6 +91,7 @@ def test_a_file_and_two_functions_train_a_policy(model, tmp_path):
     assert audit(ended.run) == []
 
 
+@pytest.mark.slow
 def test_the_documented_rollout_function_trains_what_the_engine_sampled_and_makes_the_evals(model, tmp_path):
     """Plain HTTP from a thread of the user's own, beside weights that change."""
     page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()

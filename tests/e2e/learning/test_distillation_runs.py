@@ -67,6 +67,7 @@ def test_sft_copies_the_teacher(settings: dict[str, Any], teacher: Path, tmp_pat
     assert audit(ended.run) == []
 
 
+@pytest.mark.slow
 def test_rewards_teachers_and_demonstrations_share_a_run(
     settings: dict[str, Any], warmed_up: Callable[..., Path], tmp_path: Path
 ) -> None:

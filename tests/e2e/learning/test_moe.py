@@ -23,6 +23,7 @@ def run(directory: Path, model: Path, **more: Any) -> Ended:
     return rl(directory, merged(sorting(model, NUM_STEPS), more))
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_with_replay_and_is_what_transformers_loads(model: Path, tmp_path: Path) -> None:
     ended = run(tmp_path, model, trainer={"enable_router_replay": True})
     assert all(0 <= value < 1e-6 for value in ended.column("mismatch_kl/max"))

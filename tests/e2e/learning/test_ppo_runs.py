@@ -55,6 +55,7 @@ def settings(model, max_steps, **trainer):
     }
 
 
+@pytest.mark.slow
 def test_policy_and_critic_learn_and_a_resumed_run_is_the_same_run(model, tmp_path):
     for name in ("whole", "rest"):
         (tmp_path / name).mkdir()
@@ -108,6 +109,7 @@ def test_a_critic_on_ranks_of_its_own_learns_the_same_weights(model, tmp_path):
     assert (rest.run.critic / "step_10" / "model.safetensors").read_bytes() == critics[1].read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_a_critic_with_a_place_of_its_own_is_exported_there_though_the_policy_is_not(model, tmp_path, is_alone):
     critic = {"save": str(tmp_path / "critic")} | ({"placement": {"port": free_ports(1)[0]}} if is_alone else {})

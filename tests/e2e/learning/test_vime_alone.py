@@ -31,6 +31,7 @@ vllm:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     ["", "--update-weight-transport disk", pytest.param("--update-weight-transport nccl", marks=pytest.mark.slow)],

@@ -83,6 +83,7 @@ def check_steps(run: Ended, last: int) -> None:
 LETTERS = {"id": "sort-letters", "args": {"num_letters": 4}}
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_and_one_that_is_killed_goes_on(service: Service, settings: Settings, tmp_path: Path) -> None:
     sorts = settings(LETTERS)
     reverses = settings({"id": "reverse-text"}, "bob", run={"name": "run"})

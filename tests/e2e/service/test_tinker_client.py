@@ -98,6 +98,7 @@ def test_a_state_is_loaded_with_its_optimizer(service: Service) -> None:
     assert learn(fresh, 3)[1:] != pytest.approx(rest[1:], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["tenants", "hub", pytest.param("inference", marks=pytest.mark.slow)])
 def test_a_kill_in_the_middle_changes_no_loss(service: Service, role: str, tmp_path: Path) -> None:
     client = service.client()

@@ -353,6 +353,18 @@ def test_servers_of_a_run_are_asked_without_the_proxy(monkeypatch, answering):
         assert answer.read() == b"here"
 
 
+def test_a_process_with_little_memory_does_without_a_reserved_heap():
+    code = """
+import resource
+from stretto.base import runtime
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20),) * 2)
+print(runtime.keep_freed_memory())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() in ("True", "False") and not done.stderr
+
+
 async def test_an_error_that_a_server_answers_has_its_text_and_no_open_socket(answering):
     before = num_sockets()
     with pytest.raises(urllib.error.HTTPError, match="404") as caught:

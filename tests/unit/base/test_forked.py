@@ -84,6 +84,7 @@ def test_a_signal_reaches_it(tmp_path: Path) -> None:
     assert not os.path.exists(f"/proc/{popen.pid}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
 def test_a_run_is_forked_from_the_process_that_has_what_it_needs(engine: str, tmp_path: Path) -> None:
     if engine == "vllm" and find_spec("vllm") is None:

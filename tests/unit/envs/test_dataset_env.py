@@ -238,6 +238,11 @@ def test_tools_of_a_record_reach_the_template(tmp_path, monkeypatch):
 WRONG_RECORDS = {
     "no prompt": ({"question": "a", "label": "b"}, {}, ":1: no 'prompt' (input_key); the record has label, question"),
     "no label": ({"prompt": "a"}, {}, ":1: no 'label' (label_key); reward = \"exact\" compares"),
+    "a label below a key": (
+        {"prompt": "a", "reward_model": {"ground_truth": "b"}},
+        {"label_key": "reward_model.ground_truth"},
+        "not named by dots; give a function as `convert` that takes out 'ground_truth'",
+    ),
     "metadata": ({"prompt": "a", "label": "b", "metadata": [1]}, {}, ":1: 'metadata' must be an object, got list"),
     "tools": ({"prompt": "a", "label": "b", "tools": {"a": 1}}, {}, ":1: 'tools' must be a list of tools, got dict"),
     "a number that JSON has not": (

@@ -472,6 +472,7 @@ def open_box(number: int, episode: Episode) -> str:
 def test_a_tool_sees_and_changes_its_episode_and_the_policy_knows_nothing_of_that_argument():
     class Boxes(Adding):
         tools = (open_box,)
+        tool_timeout_s = 30.0
 
         def tasks(self, split):
             return TaskSource(lambda i: Task(env="t", task_id=str(i), data={"boxes": ["3", "7"]}))

@@ -175,7 +175,13 @@ def test_a_directory_without_weights_is_not_ready_in_a_dry_run_and_refused_at_a_
 
 
 @pytest.mark.parametrize(
-    ("target", "said"), [("q_porj", "did you mean q_proj?"), ("zzz", "it has down_proj, gate_proj, k_proj")]
+    ("target", "said"),
+    [
+        ("q_porj", "did you mean q_proj?"),
+        ("zzz", "it has down_proj, gate_proj, k_proj"),
+        ("all-linear", "names of layers are needed, and without target_modules all have one: down_proj"),
+        (".*proj", "names of layers are needed"),
+    ],
 )
 def test_adapters_are_for_layers_that_the_model_has(model: Path, target: str, said: str) -> None:
     trained = ModelSection(name=str(model), lora=LoRASection(target_modules=(target,)))

@@ -436,6 +436,11 @@ def test_constant_rate_rises_in_equal_parts_and_stays():
     assert rates(ConstantScheduler(warmup_steps=0), 2, peak=0.1) == [0.1, 0.1]
 
 
+@pytest.mark.parametrize("kind", [ConstantScheduler, LinearScheduler, CosineScheduler])
+def test_every_rate_rises_over_ten_steps_unless_told_otherwise(kind):
+    assert rates(kind(), 100)[:11] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1], rel=0.01)
+
+
 def test_linear_rate_rises_stays_and_falls():
     cfg = LinearScheduler(warmup_steps=2, decay_steps=4, min_lr=0.2)
     assert rates(cfg, 8) == pytest.approx([0.5, 1, 1, 1, 1, 0.8, 0.6, 0.4])

@@ -155,6 +155,7 @@ class Server:
         self.is_alive = True
         self.refusals = 0  # updates that are still to fail
         self.generated = 0
+        self.salts: list[str | None] = []
         self.answer = b"{}"  # to what is asked around an update
         self.asked: list[str] = []
         self.may_load = asyncio.Event()
@@ -203,6 +204,7 @@ class Server:
 
         async def generate(request):
             self.generated += 1
+            self.salts.append(msgspec.json.decode(await request.read()).get("cache_salt"))
             if not self.is_alive:
                 await asyncio.sleep(60)
             return web.Response(body=ANSWER)
@@ -394,3 +396,12 @@ async def test_nodes_of_one_engine_go_down_and_come_back_together():
         servers[1].refusals = 1
         await client.update_weights(version(3))
         assert [server.versions[-1] for server in servers] == [3, 3] and client.num_ready == 2
+
+
+async def test_a_canary_is_not_read_from_what_another_engine_has_cached():
+    """Engines may share a store, and an engine with old weights would be judged by another one's tokens."""
+    async with two_engines() as (client, servers):
+        with pytest.raises(EngineError, match="log-probabilities"):  # these servers give none of a prompt
+            await client.score_canary(np.arange(8, dtype=np.int32), "canary-3")
+    first, second = (set(server.salts) for server in servers)
+    assert first and second and not first & second and all("canary-3" in salt for salt in first | second)

@@ -35,7 +35,11 @@ kv mode Dynamo records which prompts it has sent to which engine."""
 
 
 def _module(name: str) -> str:
-    """The module of an add-on that is a process here; check/routers.py says if it is missing."""
+    """The module of an add-on that is run as a process.
+
+    Raises: ConfigError if it is not installed.
+    """
+    addons.check("stretto.routers", name, f"inference.router ({name})")
     return addons.registered("stretto.routers")[name]
 
 

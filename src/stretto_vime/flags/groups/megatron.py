@@ -11,6 +11,10 @@ from stretto_vime.flags.shape import SHAPES, has_tower
 
 NO_MEGATRON = "stretto does not use Megatron-LM"
 NOT_SPLIT = "Every rank has all layers; their weights are sharded over all ranks, and results are the same."
+NO_DISK = (
+    "every update would read and write the whole state, 12 bytes a weight, on that disk; it is sharded over all ranks "
+    "here, so use --optimizer-cpu-offload, for CPU memory, or more nodes"
+)
 NO_BALANCE = "the loss is that of the policy alone; use 0"
 ALONE = (
     "Layers that predict several tokens stay as they are, and engines may draft with them, less often right as "
@@ -112,6 +116,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
               "`model.optimization_dtype` is the type of its weights.", "Optimizer state in other types."),
         copies("--optimizer-cpu-offload", "switch", False, "model.optim_cpu_offload",
                "Optimizer state in CPU memory."),
+        refused("--optimizer-state-nvme-dir", "text", None, NO_DISK, "Directory of the optimizer's state on a disk."),
+        equal("--optimizer-state-nvme-chunk-mb", "integer", 256, "It is of --optimizer-state-nvme-dir.",
+              "Piece of that state in memory."),
         equal("--overlap-cpu-optimizer-d2h-h2d", "switch", False, "Copies run beside computation.",
               "Overlap its copies."),
         equal("--moe-token-dispatcher-type", "text", "allgather", "Tokens travel by all-to-all.",

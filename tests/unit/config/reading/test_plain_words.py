@@ -57,7 +57,6 @@ def test_an_unknown_flag_is_named_with_what_there_is(verb, here, capsys) -> None
         (["view", "--prot", "1"], "--port"),
         (["plan", "rl.toml", "--simulated-step", "3"], "--simulated-steps"),
         (["push", "outputs/vowels", "--repo_id", "a/b"], "--repo-id"),
-        (["rl", "@", "rl.toml", "--bench", "--bench.step", "3"], "--bench.steps"),
     ],
 )
 def test_a_misspelled_flag_is_told_the_one_that_was_meant(words, meant, here, capsys) -> None:
@@ -96,7 +95,6 @@ def test_a_place_without_a_run_is_told_the_runs_there_are(verb, place, needed, h
         (["show", "outputs/vowels", "--json=1"], "--json: it takes no value"),
         (["show", "outputs/vowels", "outputs/letters"], "outputs/letters: one word too many; it takes run"),
         (["plan", "rl.toml", "--steps", "many"], "--steps: many: give at least 1, a whole number"),
-        (["rl", "--bench", "--bench.steps", "zero"], "--bench.steps: 'zero' is not"),
         (["doctor", "--wait", "soon"], "--wait: 'soon' is not a number"),
         (["view", "outputs", "--port", "99999"], "a port is a number from 0 to 65535"),
         (["view", "outputs", "--host", "203.0.113.7"], "that is no address of this machine"),
