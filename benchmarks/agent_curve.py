@@ -5,8 +5,8 @@
 The task is that of examples/agent: products of two numbers, with a tool. With `agent` each rollout is a program that
 asks over HTTP; with `calculator` stretto plays. Both have the records of examples/agent in the same order, the same
 start (WARM_UP steps of `sft`), seeds and settings: those of examples/calculator with fewer rollouts per step, all of
-which are trained, and a smaller rate. The columns are the mean reward of the 128 held-out records, two replies to each at temperature 1, and the likeliest reply;
-that of the start is measured once.
+which are trained, and a smaller rate. The columns are the mean reward of the 128 held-out records, two replies to each
+at temperature 1, and the likeliest reply; that of the start is measured once.
 
 A run is in one process (in_process.py), beside the programs. `--rows` keeps every run that is done, with its curve,
 and those it has are not run again.

