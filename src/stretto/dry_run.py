@@ -124,6 +124,7 @@ def sft(cfg: SFTConfig) -> str:
     """The screen of `sft`."""
     from stretto.launch.plan.sft_ranks import find_gpus, table
 
+    rundir.check(cfg.run_dir, **cfg.start_options)
     check_model(cfg.model, cfg.num_ranks, "model")
     check_sft_devices(cfg)
     checked = check_sft_records(cfg)
