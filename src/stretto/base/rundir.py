@@ -248,6 +248,15 @@ def check(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: P
     return start
 
 
+def model_near(directory: Path) -> str:
+    """The model that a directory without one has below it, as a run has, or what to give instead."""
+    places = [directory / "weights" / "latest", directory / "latest", directory.expanduser() / "model"]
+    found = next((each for each in places if (each.expanduser() / "config.json").is_file()), None)
+    if found is not None:
+        return f"did you mean {found}?"
+    return "give a directory with config, safetensors and tokenizer."
+
+
 def find_checkpoint(run: RunDir, step: int | None, origin: Path | None) -> tuple[RunDir, int]:
     """The run and step of the checkpoint that [resume] names.
 

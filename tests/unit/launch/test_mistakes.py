@@ -110,6 +110,18 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "'Qwen/Qwen3-0.6B': no such directory",
         "`hf download Qwen/Qwen3-0.6B`",
     ),
+    "a run as a model": (
+        f"{OK} --model.name outputs/warm",
+        "[model] name = 'outputs/warm'",
+        "no config.json",
+        "did you mean outputs/warm/weights/latest?",
+    ),
+    "a key that a resume changes": (
+        f"{OK} --run.name there --resume",
+        "outputs/there (a resumed run)",
+        "changed: max_steps: 9 -> 4",
+        "",
+    ),
     "a directory that is no model": (
         f"{OK} --model.name empty",
         "[model] name = 'empty'",
@@ -468,6 +480,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     there.mkdir(parents=True)
     (there / "COMPLETE").write_text("{}")
     (there.parents[1] / "configs").mkdir()
+    (there.parents[1] / "configs" / "run.json").write_text('{"max_steps": 9}')
+    warm = tmp_path / "outputs" / "warm" / "weights" / "latest"
+    warm.mkdir(parents=True)
+    (warm / "config.json").write_text(json.dumps(CONFIG))
     load_object.cache_clear()
     yield tmp_path
     for name in [each for each in sys.modules if each.partition("_m")[0] in OWN]:
