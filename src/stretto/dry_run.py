@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto import addons
-from stretto.base import process, rundir
+from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError, DataError
 from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, check_user_code
 from stretto.check.devices import check_sft_devices, check_trained_on_cpu
@@ -162,6 +162,9 @@ def inference(cfg: InferenceConfig) -> str:
         check_served(cfg, cfg.model, is_cpu=is_here and not process.visible_gpus())
         model += _weights(cfg)
     engine = f"inference  engine {cfg.engine}, http://{server.host}:{server.port}"
+    if launcher_of(cfg) is None and not ports.is_free(server.host, server.port):
+        taken = f"server.port = {server.port} is taken on this machine (`ss -ltnp | grep :{server.port}` names by whom)"
+        engine += f"\nNOT READY: {taken}; stop that process, or give another port with --server.port"
     return _screen(model, engine, _run_directory(cfg), job(cfg))
 
 

@@ -47,7 +47,7 @@ def test_what_the_judge_pays_for_is_what_was_meant(desk: Path) -> None:
 def test_a_later_start_asks_the_judge_for_nothing_twice(desk: Path) -> None:
     log = desk / "outputs" / "boxes" / "logs" / "orchestrator.log"
     before = counts(log.read_text())
-    typed(desk, "rl", "@", "boxes_rl.toml", "--resume", "--max-steps", "101", "--no-orchestrator.eval")
+    typed(desk, "rl", "@", "boxes_rl.toml", "--resume", "--max-steps", "61", "--no-orchestrator.eval")
     lines = log.read_text()
     assert int(re.findall(r"models.judge: (\d+) replies are known from before", lines)[-1]) == before["asked"]
 

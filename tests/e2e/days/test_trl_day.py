@@ -49,7 +49,7 @@ def test_the_script_with_the_same_functions_trains_and_improves(sorter: Path, tm
     assert result["reward_after"] > result["reward_before"] + 0.3, result
     assert result["greedy_after"] > result["greedy_before"] + 0.05, result
     last = Run(folder / "outputs" / "letters").metrics()[-2]
-    own = [f"metrics/dataset/reward_{name}" for name in ("is_right", "places", "length_is_four")]
+    own = [f"env/dataset/reward_{name}" for name in ("is_right", "places", "length_is_four")]
     assert all(name in last for name in own), sorted(last)
 
 

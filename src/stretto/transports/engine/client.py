@@ -323,7 +323,7 @@ class EngineClient:
     ) -> dict[str, CanaryScores]:
         """Score fixed tokens with every engine; by engine.
 
-        name: request id and, with the engine's address, cache salt: no prefix is used that was cached under other
+        name: request id and, with the number of the engine, cache salt: no prefix is used that was cached under other
         weights, or that another engine has put into a store that they share. image: for the placeholders in the
         tokens. One of several engines that dies meanwhile is marked down and left out.
 
@@ -335,7 +335,7 @@ class EngineClient:
                 request_id=f"{name}-{what}",
                 prompt_ids=prompt_ids,
                 sampling=SamplingParams(max_tokens=NUM_DECODED if is_decoding else 1),
-                cache_salt=f"{name}-{what}-{url}",
+                cache_salt=f"{name}-{what}-{self.admin_urls.index(url)}",
                 prompt_logprobs=not is_decoding,
                 images=() if image is None else (image.draw(),),
                 image_token_id=None if image is None else image.token_id,
