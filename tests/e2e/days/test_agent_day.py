@@ -23,7 +23,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = copied(
         tmp_path_factory.mktemp("agent"), "boxes.py", "boxes_judge.toml", "boxes_warm_up.toml", "boxes_rl.toml"
     )
-    typed(folder, "sft", "@", "boxes_judge.toml")
+    assert "step 300/300" in typed(folder, "sft", "@", "boxes_judge.toml")
     typed(folder, "sft", "@", "boxes_warm_up.toml")
     (folder / "printed").write_text(typed(folder, "rl", "@", "boxes_rl.toml"))
     return folder
@@ -44,6 +44,13 @@ def test_what_the_judge_pays_for_is_what_was_meant(desk: Path) -> None:
     assert audit(Run(desk / "outputs" / "boxes").dir, payloads=True) == []
 
 
+def test_looking_at_the_run_shows_the_tool_and_whether_it_learned(desk: Path) -> None:
+    shown = typed(desk, "show", "outputs/boxes")
+    assert ": improved" in shown and "boxes:Boxes  greedy" in shown
+    replies = typed(desk, "rollouts", "outputs/boxes", "--best", "1")
+    assert "look" in replies and "tool: " in replies
+
+
 def test_a_later_start_asks_the_judge_for_nothing_twice(desk: Path) -> None:
     log = desk / "outputs" / "boxes" / "logs" / "orchestrator.log"
     before = counts(log.read_text())
@@ -57,10 +64,3 @@ def counts(log: str) -> dict[str, int]:
     words = re.findall(r"models.judge: (\d+) requests, (\d+) cached", log)[-1]
     requests, cached = map(int, words)
     return {"requests": requests, "cached": cached, "asked": requests - cached}
-
-
-def test_looking_at_the_run_shows_the_tool_and_whether_it_learned(desk: Path) -> None:
-    shown = typed(desk, "show", "outputs/boxes")
-    assert ": improved" in shown and "boxes:Boxes  greedy" in shown
-    replies = typed(desk, "rollouts", "outputs/boxes", "--best", "1")
-    assert "look" in replies and "tool: " in replies
