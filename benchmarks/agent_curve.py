@@ -4,9 +4,9 @@
 
 The task is that of examples/agent: products of two numbers, with a tool. With `agent` each rollout is a program that
 asks over HTTP; with `calculator` stretto plays. Both have the records of examples/agent in the same order, the same
-start (WARM_UP steps of `sft`), seeds and settings, those of examples/calculator with fewer rollouts per step. The
-columns are the mean reward of the 128 held-out records, two replies to each at temperature 1, and the likeliest reply;
-that of the start is measured once.
+start (WARM_UP steps of `sft`), seeds and settings: those of examples/calculator with fewer rollouts per step, all of
+which are trained, and a smaller rate. The columns are the mean reward of the 128 held-out records, two replies to each
+at temperature 1, and the likeliest reply; that of the start is measured once.
 
 A run is in one process (in_process.py), beside the programs. `--rows` keeps every run that is done, with its curve,
 and those it has are not run again.
@@ -31,8 +31,8 @@ from stretto.envs.bundled.calculator import Calculator
 from stretto.records.rollout import Task
 
 EXAMPLES = ROOT / "examples"
-STEPS, WARM_UP = 120, 145
-SETTINGS = "--orchestrator.batch-size 16 --trainer.optim.lr 3e-4"
+STEPS, WARM_UP = 40, 160
+SETTINGS = "--orchestrator.batch-size 24 --trainer.optim.lr 2e-4"
 PROGRAM = [sys.executable, str(EXAMPLES / "agent" / "program.py"), "{prompt}"]
 ARGS = {
     "command": PROGRAM,

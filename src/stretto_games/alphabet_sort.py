@@ -55,13 +55,14 @@ class AlphabetSort(GeneratedTasks, MultiTurnEnv):
 
     def respond(self, episode: Episode, reply: Reply) -> list[Message] | None:
         turn, letters, state = episode.num_turns, episode.task.data["letters"], episode.state
-        state["is_right"] = reply.text.strip() == self._answer(letters, turn - 1)
-        state["turns_right"] = state.get("turns_right", 0) + state["is_right"]
-        is_over = turn == self.num_turns or not (state["is_right"] or self.goes_on)
+        if is_right := reply.text.strip() == self._answer(letters, turn - 1):
+            state["turns_right"], state["right_turn"] = state.get("turns_right", 0) + 1, turn
+        is_over = turn == self.num_turns or not (is_right or self.goes_on)
         return None if is_over else [self._user_message(letters, turn)]
 
     def turn_reward(self, episode: Episode, reply: Reply) -> float | None:
-        return episode.state["is_right"] / self.num_turns if self.scores_turns else None
+        is_right = episode.state.get("right_turn") == episode.num_turns  # not so if the reply was cut off
+        return is_right / self.num_turns if self.scores_turns else None
 
     def state_value(self, episode: Episode) -> float:
         return 0.0 if self._has_failed(episode) else episode.num_turns / self.num_turns

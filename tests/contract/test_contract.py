@@ -111,9 +111,9 @@ async def test_prompt_logprobs_are_those_of_the_prompt(client):
 
 async def test_equal_prompts_share_a_cache_under_one_salt_only(client):
     prompt = (np.arange(200, dtype=np.int32) * 7 % 90 + 10).astype(np.int32)
-    await client.generate(ask("cold", prompt, salt="one"))
-    [warm] = await client.generate(ask("warm", prompt, salt="one"))
-    [other] = await client.generate(ask("other", prompt, salt="two"))
+    await client.generate(ask("cold", prompt, salt="g0.1/0/large"))
+    [warm] = await client.generate(ask("warm", prompt, salt="g0.1/0/large"))
+    [other] = await client.generate(ask("other", prompt, salt="g0.1/0/small"))
     assert warm.cached_tokens >= 128 and other.cached_tokens == 0
     assert warm.token_ids.tolist() == other.token_ids.tolist()
 

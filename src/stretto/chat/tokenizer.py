@@ -220,7 +220,10 @@ def _no_tokenizer(path: Path) -> str:
     others = [name for name in (*_CONVERTED, *(file.name for file in path.glob("*.tiktoken")))]
     found = next((name for name in others if (path / name).is_file()), None)
     if found is None:
-        return f"{path}: no tokenizer.json; export the tokenizer with `save_pretrained` of a fast tokenizer."
+        return (
+            f"{path}: no tokenizer.json; export the tokenizer with `save_pretrained` of a fast tokenizer, or name a "
+            "directory that has one as tokenizer.name."
+        )
     load = f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
     return (
         f"{path}: no tokenizer.json, but {found} ({_CONVERTED.get(found, 'a file of tiktoken')}); write tokenizer.json "

@@ -19,7 +19,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import cache_dir, read_json
 from stretto.check.models import check_trainable, find_model, models_of, quantized_refusal, tokens_of
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
-from stretto.config.sections.model import LORA_TARGETS, ModelSection
+from stretto.config.sections.model import LORA_TARGETS, LoRASection, ModelSection
 from stretto.data.hub_model import find_local
 from stretto.data.model_file import LocalModel, ModelFile, read_local_model
 from stretto.data.weight_files import HeaderTensor, NoWeightsError
@@ -97,7 +97,8 @@ def check_weights(name: str, key: str, trained: ModelSection | None, *, is_dry_r
             _check_targets(model.directory, tensors, trained.lora.target_modules)
     _check_names(where, tensors, is_trained=trained is not None)
     _check_embedding(where, found)
-    return check_tokens(where, model.directory, model) + _check_fit(where, model, tensors, trained)
+    wide = [] if trained is None or trained.lora is None else _wide_adapter(tensors, trained.lora)
+    return check_tokens(where, model.directory, model) + _check_fit(where, model, tensors, trained) + wide
 
 
 def _check_targets(directory: Path, tensors: Mapping[str, HeaderTensor], targets: Sequence[str]) -> None:
@@ -118,6 +119,15 @@ def _check_targets(directory: Path, tensors: Mapping[str, HeaderTensor], targets
                     f"names of layers are needed, and without target_modules all have one: {', '.join(sorted(layers))}"
                 )
             raise ConfigError(f"[model.lora] target_modules: {directory} has no layer {target}; {hint}")
+
+
+def _wide_adapter(tensors: Mapping[str, HeaderTensor], lora: LoRASection) -> list[str]:
+    """A warning for an adapter whose rank is above what any of its layers can have."""
+    ends = tuple(f".{name}.weight" for name in lora.target_modules)
+    sides = [min(tensor.shape) for name, tensor in tensors.items() if name.endswith(ends)]
+    if not sides or lora.rank <= max(sides):
+        return []
+    return [f"[model.lora] rank = {lora.rank} is more than {max(sides)}, the most of its layers; lower it, as to 16"]
 
 
 def _check_names(where: str, tensors: Mapping[str, HeaderTensor], *, is_trained: bool) -> None:

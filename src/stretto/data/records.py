@@ -143,7 +143,10 @@ def files_of(path: Path, setting: str) -> list[Path]:
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
         if not files:
-            raise ConfigError(f"{setting} = {str(path)!r}: no .jsonl or .parquet file in this directory.")
+            others = sorted(each for each in path.iterdir() if each.is_file())
+            has = f"it has {', '.join(each.name for each in others[:4])}." if others else "it has no file."
+            way = next(filter(None, map(_how_to_convert, others)), " Give a file, or the directory that has them.")
+            raise ConfigError(f"{setting} = {str(path)!r}: no .jsonl or .parquet file in this directory; {has}{way}")
         return files
     if not path.is_file():
         advice = ""
@@ -167,8 +170,11 @@ def _how_to_convert(path: Path) -> str:
         ".tsv": "csv.DictReader(open(sys.argv[1]), delimiter=chr(9))",
         ".json": "json.load(open(sys.argv[1]))",
     }.get(path.suffix.lower())
+    unpack = {".gz": "gunzip -k", ".zst": "unzstd", ".zip": "unzip", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
+    if path.suffix.lower() in unpack:
+        return f" Unpack it: {unpack[path.suffix.lower()]} {shlex.quote(str(path))}"
     if read is None:
-        return ""
+        return " Write one JSON object per line into a .jsonl file." if path.is_file() else ""
     code = f"import csv, json, sys; [print(json.dumps(row)) for row in {read}]"
     old, new = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".jsonl")))
     return f' To make one of it: python -c "{code}" {old} > {new}'

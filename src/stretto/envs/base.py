@@ -377,7 +377,10 @@ def load_environment(
     except TypeError as cause:
         parameters = [str(p.replace(annotation=p.empty)) for n, p in signature.parameters.items() if n != "source"]
         known = ", ".join(parameters) or "none"
-        raise ConfigError(f"environment {env_id!r}: {cause}; its arguments are {known}. Change `args`.") from cause
+        way = "Change `args`."
+        if inspect.isfunction(factory):
+            way += f' A reward function is no environment: id = "dataset", args = {{ path = ..., reward = "{env_id}" }}'
+        raise ConfigError(f"environment {env_id!r}: {cause}; its arguments are {known}. {way}") from cause
     with guarded(ConfigError, f"environment {env_id!r}"):
         env = factory(**args)
         if not isinstance(env, Environment):

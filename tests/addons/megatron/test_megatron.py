@@ -1,6 +1,6 @@
 """Checkpoints of Megatron: files that megatron-core 0.19.2 wrote, and what is written here.
 
-cases/megatron/NAME is a random Qwen3 or Qwen3-MoE, NAME.KIND what a GPTModel with its weights saved: `torch_dist` of
+cases/megatron/NAME is a random model of a family, NAME.KIND what a GPTModel with its weights saved: `torch_dist` of
 one rank by dist_checkpointing, `torch` of two ranks, each with the state_dict() of its part.
 """
 
@@ -21,7 +21,10 @@ from stretto_megatron.convert import check_megatron, convert, to_hugging_face, t
 from stretto_megatron.places import find_iteration, is_megatron
 
 CASES = Path(__file__).parents[2] / "cases" / "megatron"
-KINDS = ("dense.torch_dist", "moe.torch_dist", "dense.torch_tp2", "moe.torch_ep2")
+KINDS = (
+    "dense.torch_dist", "moe.torch_dist", "glm4_moe.torch_dist", "deepseek_v3.torch_dist", "dense.torch_tp2",
+    "moe.torch_ep2",
+)  # fmt: skip
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:

@@ -137,7 +137,7 @@ def test_paths_that_lead_nowhere(tmp_path, monkeypatch):
         ("nothing", "write it as `module:attr`"),
         ("no_such_module:x", "no module 'no_such_module' on the Python path"),
         ("needs_more:x", r"needs_more\.py:1: No module named 'what_is_not_there'"),
-        ("leaves:x", r"leaves\.py:2: SystemExit: 3"),
+        ("leaves:x", r"leaves\.py:2: SystemExit: it called sys\.exit\(3\); what a script does"),
         ("does_not_load:x", r"does_not_load\.py:2: ValueError: no"),
     ):
         with pytest.raises(ConfigError, match=message):

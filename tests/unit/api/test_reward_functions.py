@@ -77,7 +77,7 @@ def test_a_prompt_of_messages_has_replies_of_messages() -> None:
         (lambda completions, **_: 1.0, "returned 1.0 for 2 replies; return a list with a number for each"),
         (lambda completions, **_: [1.0], "for 2 replies"),
         (lambda completions, **_: ["high", 1], "returned 'high'; return a number"),
-        (nothing, "all reward functions returned None"),
+        (nothing, "returned None for a reply"),
     ],
 )
 def test_what_is_no_reward_fails_with_what_to_return(function: Any, words: str) -> None:

@@ -18,6 +18,22 @@ from stretto import cli
 from stretto.base.foreign import load_object
 
 RUN = '[[orchestrator.env]]\nid = "sort-letters"\n'
+
+
+def own(more: str = "", base: str = "SingleTurnEnv") -> str:
+    """A module with an environment `Mine`."""
+    home = {"SingleTurnEnv": "base", "ToolEnv": "multi_turn"}[base]
+    arguments = {"SingleTurnEnv": "task, text", "ToolEnv": "episode"}[base]
+    return (
+        f"from stretto.envs.base import TaskSource\nfrom stretto.envs.{home} import {base}\n"
+        f"from stretto.records.rollout import Task\nclass Mine({base}):\n    name = 'mine'\n"
+        "    def tasks(self, split):\n"
+        "        return TaskSource(lambda i: Task(env='mine', task_id=str(i), data={'q': i}))\n"
+        "    def prompt(self, task):\n        return 'x'\n"
+        f"    def score(self, {arguments}):\n        return 1.0\n{more}"
+    )
+
+
 FILES = {
     "ok.toml": "max_steps = 4\n" + RUN,
     "typo.toml": "max_steps = 4\n[orchestrator]\nbatch_sise = 32\n" + RUN,
@@ -31,6 +47,33 @@ FILES = {
     "rewards_m.py": "def trl(completions, **kwargs):\n    return [1.0]\n\ndef string(args, sample):\n    return 1.0\n",
     "syntax_m.py": "import json\nclass Mine(:\n    pass\n",
     "envs_m.py": "class NotEnv:\n    pass\n",
+    "moved_m.py": "from stretto.envs import SingleTurnEnv\n",
+    "absent_m.py": "import a_package_of_nobody\n",
+    "exits_m.py": "import sys\nsys.exit(3)\n",
+    "score_m.py": "def score(prompt, completion):\n    return 1.0\n",
+    "tools_m.py": own("    def tools(self, task):\n        return []\n", "ToolEnv"),
+    "twice_m.py": own().replace("task_id=str(i)", "task_id='a'"),
+    "raises_m.py": own().replace("return 'x'", "return task.data['x']"),
+    "yaml.toml": "max_steps = 4\nclean: true\n" + RUN,
+    "comma.toml": "max_steps = 4,\n" + RUN,
+    "quotes.toml": "[model]\nname = \u201cmodel\u201d\n" + RUN,
+    "open.toml": "max_steps = 4\n[model]\nname = 'model\n" + RUN,
+    "windows.toml": '[model]\nname = "C:\\models"\n' + RUN,
+    "slashes.toml": "max_steps = 4\n// clean = true\n" + RUN,
+    "within.toml": "[rl]\nmax_steps = 4\n" + RUN,
+    "names.toml": 'max_steps = 4\n[orchestrator]\nenv = ["sort-letters"]\n',
+    "warm.toml": 'max_steps = 4\n[model.scratch]\n[data]\nname = "rows.jsonl"\n',
+    "run.yaml": "max_steps: 4\n",
+    "single.jsonl": "{'prompt': 'a', 'label': 'b'}\n",
+    "python.jsonl": '{"prompt": "a", "label": None}\n',
+    "two.jsonl": '{"prompt": "a", "label": "b"}{"prompt": "a", "label": "b"}\n',
+    "cut.jsonl": '{"prompt": "a", "label": "b"\n',
+    "number.jsonl": '{"prompt": 5, "label": "b"}\n',
+    "sharegpt.jsonl": '{"prompt": [{"from": "human", "value": "a"}], "label": "b"}\n',
+    "alpaca.jsonl": '{"instruction": "a", "output": "b"}\n',
+    "asked.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n',
+    "rows.jsonl.gz": "",
+    "tables/rows.csv": "prompt,label\na,b\n",
 }
 
 
@@ -38,6 +81,7 @@ def env(env_id: str, **args) -> str:
     return "--orchestrator.env " + json.dumps([{"id": env_id, "args": args}], separators=(",", ":"))
 
 
+OWN = ("rewards", "syntax", "envs", "score", "tools", "twice", "raises")
 OK = "rl @ ok.toml"
 # name: (command, where, what, what to do)
 MISTAKES: dict[str, tuple[str, str, str, str]] = {
@@ -65,6 +109,18 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "model ",
         "'Qwen/Qwen3-0.6B': no such directory",
         "`hf download Qwen/Qwen3-0.6B`",
+    ),
+    "a run as a model": (
+        f"{OK} --model.name outputs/warm",
+        "[model] name = 'outputs/warm'",
+        "no config.json",
+        "did you mean outputs/warm/weights/latest?",
+    ),
+    "a key that a resume changes": (
+        f"{OK} --run.name there --resume",
+        "outputs/there (a resumed run)",
+        "changed: max_steps: 9 -> 4",
+        "",
     ),
     "a directory that is no model": (
         f"{OK} --model.name empty",
@@ -224,6 +280,156 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "the run would never end",
         "give max_steps or max_epochs",
     ),
+    "a flag with one dash": (f"{OK} -max-steps 10", "-max-steps 10", "unexpected word", "did you mean --max-steps 10?"),
+    "a dash of a text processor": (
+        f"{OK} \u2014max-steps 10",
+        "\u2014max-steps 10",
+        "unexpected word",
+        "--max-steps 10?",
+    ),
+    "keys after --set": (f"{OK} --set max_steps=10", "--set max_steps=10", "a key is a flag itself", "--max-steps 10"),
+    "a file after --config": ("rl --config ok.toml", "1 problem", "unknown flag", "given as `@ ok.toml`"),
+    "only the @ is wrong": ("rl ok.toml", "1 problem", "ok.toml", "`@ ok.toml`"),
+    "a value for a switch": (f"{OK} --clean maybe", "--clean maybe", "takes no value but true or false", "--no-clean"),
+    "an item without its number": (
+        f"{OK} --orchestrator.env.id sort-letters",
+        "--orchestrator.env.id",
+        "is a list, its first item is 0",
+        "--orchestrator.env.0.id",
+    ),
+    "a name in the place of a table": (
+        f"{OK} --orchestrator.env sort-letters",
+        "--orchestrator.env sort-letters",
+        "a table is needed",
+        "--orchestrator.env.0.id ...",
+    ),
+    "names in the place of tables": ("rl @ names.toml", "names.toml:3", "a table is needed", "[[orchestrator.env]] id"),
+    "a model as one word": (f"{OK} --model model", "--model model", "a table is needed", "--model.name ..."),
+    "a line of YAML": ("rl @ yaml.toml", "yaml.toml:2", "not valid TOML", "write clean = true"),
+    "a comma at the end of a line": ("rl @ comma.toml", "comma.toml:1", "not valid TOML", "remove the comma"),
+    "quotes of a text processor": ("rl @ quotes.toml", "quotes.toml:2", "not valid TOML", "not the straight ones"),
+    "a quote that is not closed": ("rl @ open.toml", "open.toml:3", "a quote is not closed", "`name = 'model`"),
+    "a path of Windows": ("rl @ windows.toml", "windows.toml:2", "a backslash", "single quotes"),
+    "a comment of C": ("rl @ slashes.toml", "slashes.toml:2", "not valid TOML", "a comment begins with #"),
+    "keys in a table of the verb": ("rl @ within.toml", "within.toml:1", "rl: unknown key", "remove [rl]"),
+    "a file of YAML": ("rl @ run.yaml", "run.yaml", "not a .toml or .json file", "write it as TOML"),
+    "a file of sft for rl": ("rl @ warm.toml", "1 problem", "data: unknown key", "is one for `sft`"),
+    "Python's quotes in rows": (
+        f"rl {env('dataset', path='single.jsonl')}",
+        "single.jsonl:1",
+        "a text in single quotes",
+        "write double quotes",
+    ),
+    "Python's None in rows": (
+        f"rl {env('dataset', path='python.jsonl')}",
+        "python.jsonl:1",
+        "None (character 26) is Python",
+        "write null",
+    ),
+    "two records in a line": (
+        f"rl {env('dataset', path='two.jsonl')}",
+        "two.jsonl:1",
+        "more follows after its end",
+        "one object on each line",
+    ),
+    "a record that breaks off": (
+        f"rl {env('dataset', path='cut.jsonl')}",
+        "cut.jsonl:1",
+        "it ends too early",
+        "close what is open",
+    ),
+    "a number as prompt": (
+        f"rl {env('dataset', path='number.jsonl')}",
+        "number.jsonl:1",
+        "'prompt' must be text",
+        "got 5; write it as text",
+    ),
+    "messages of ShareGPT": (
+        f"rl {env('dataset', path='sharegpt.jsonl')}",
+        "sharegpt.jsonl:1: prompt[0]",
+        "has no role; it has from, value",
+        "rename from to role",
+    ),
+    "rows of Alpaca": (
+        "sft --data.name alpaca.jsonl --max-steps 1 --model.scratch",
+        "alpaca.jsonl:1",
+        "it has instruction, output",
+        'data.input_key = "instruction" and data.output_key = "output"',
+    ),
+    "rows without a reply": (
+        "sft --data.name asked.jsonl --max-steps 1 --model.scratch",
+        "asked.jsonl:1",
+        "no message of assistant",
+        '{"role": "assistant", "content": "..."}',
+    ),
+    "a packed file": (
+        f"rl {env('dataset', path='rows.jsonl.gz')}",
+        "rows.jsonl.gz",
+        "must end in .jsonl",
+        "gunzip -k rows.jsonl.gz",
+    ),
+    "a directory of tables": (
+        f"rl {env('dataset', path='tables')}",
+        "'tables'",
+        "it has rows.csv",
+        "tables/rows.csv > tables/rows.jsonl",
+    ),
+    "a class from another module": (
+        f"rl {env('moved_m:Mine')}",
+        "moved_m.py:1",
+        "cannot import name 'SingleTurnEnv' from 'stretto.envs'",
+        "write `from stretto.envs.base import SingleTurnEnv`",
+    ),
+    "a package that is not there": (
+        f"rl {env('absent_m:Mine')}",
+        "absent_m.py:1",
+        "No module named 'a_package_of_nobody'",
+        "install its package",
+    ),
+    "a module that exits": (
+        f"rl {env('exits_m:Mine')}",
+        "exits_m.py:2",
+        "it called sys.exit(3)",
+        "`if __name__ == '__main__':`",
+    ),
+    "tools as a method": (
+        f"rl {env('tools_m:Mine')}",
+        "environment 'tools_m:Mine': Mine.tools",
+        "got a method",
+        "`self.tools = [self.add]`",
+    ),
+    "tasks of one name": (
+        f"rl {env('twice_m:Mine')}",
+        "tasks 0 and 1 have the same task_id, 'a'",
+        "take them for one task",
+        "str(index)",
+    ),
+    "a prompt that raises": (f"rl {env('raises_m:Mine')}", "raises_m.py:9 in prompt", "KeyError: 'x'", ""),
+    "an output_dir that cannot be": (
+        f"{OK} --output-dir /proc/nothing",
+        "cannot use /proc/nothing/",
+        "there is no such file",
+        "another output_dir",
+    ),
+    "a class after a dot": (
+        f"rl {env('envs_m.NotEnv')}",
+        "'envs_m.NotEnv'",
+        "no environment",
+        "did you mean 'envs_m:NotEnv'?",
+    ),
+    "a file without its class": (f"rl {env('envs_m.py')}", "'envs_m.py'", "no environment", "'envs_m.py:NotEnv'?"),
+    "a reward function as an environment": (
+        f"rl {env('score_m:score')}",
+        "'score_m:score'",
+        "missing a required argument",
+        'id = "dataset"',
+    ),
+    "a reward file without its function": (
+        f"rl {env('dataset', path='rows.jsonl', reward='score_m.py')}",
+        "dataset: reward = 'score_m.py'",
+        "name the object in it",
+        "'score_m.py:score'",
+    ),
     "a verb with a typo": ("trainr", "`trainr`", "no verb", "did you mean `trainer`?"),
     "nothing to resume": (f"{OK} --resume", "--resume", "there is no run 'sort-letters-", "Check run.name"),
 }
@@ -264,6 +470,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     real = __import__("importlib.util").util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "trackio" else real(name))
+    (tmp_path / "tables").mkdir()
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "empty").mkdir()
@@ -273,9 +480,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     there.mkdir(parents=True)
     (there / "COMPLETE").write_text("{}")
     (there.parents[1] / "configs").mkdir()
+    (there.parents[1] / "configs" / "run.json").write_text('{"max_steps": 9}')
+    warm = tmp_path / "outputs" / "warm" / "weights" / "latest"
+    warm.mkdir(parents=True)
+    (warm / "config.json").write_text(json.dumps(CONFIG))
     load_object.cache_clear()
     yield tmp_path
-    for name in ("rewards_m", "syntax_m", "envs_m"):
+    for name in [each for each in sys.modules if each.partition("_m")[0] in OWN]:
         sys.modules.pop(name, None)
 
 

@@ -51,7 +51,7 @@ WRONG = {
         [":2: not JSON: a comma before '}'", "remove it"],
     ),
     "a comma too many in a list": ('{"a": [1, 2, ]}\n', [":1: not JSON: a comma before ']'"]),
-    "a comma inside a text is none": ('{"a": ",}", "b" 1}\n', [":1: not JSON: a colon is missing before `1`"]),
+    "a comma inside a text is none": ('{"a": ",}", "b" 1}\n', [":1: not JSON: a colon is missing before `1}`"]),
     "an object over several lines": ('{\n  "a": 1\n}\n', [":1: not JSON: the line ends where the object begins"]),
     "no object": ("[1]\n", [":1: a row must be an object, got list"]),
     "cut off": ('{"a": 1}\n\n{"a": \n', [":3: not JSON"]),

@@ -351,3 +351,15 @@ async def test_a_request_to_a_frozen_model_carries_its_key_and_one_to_another_se
     give_key([site.url + "/v1"], "secret")
     answer = await post(site.url + api.GENERATE, body)
     assert len(answer["choices"][0]["token_ids"]) == 2
+
+
+@pytest.mark.parametrize("salt", ["g0.1/0/large", "a" * 200, "user@host", "back\\slash", "nul\0"])
+def test_a_salt_that_vllm_refuses_is_sent_as_its_hash(salt: str) -> None:
+    prompt = np.arange(3, dtype=np.int32)
+    sent = {
+        text: json.loads(api.encode_generate(GenerateRequest(request_id="a", prompt_ids=prompt, cache_salt=text)))
+        for text in (salt, salt + "2", "plain")
+    }
+    salts = {text: body["cache_salt"] for text, body in sent.items()}
+    assert salts["plain"] == "plain" and len(set(salts.values())) == 3
+    assert all(len(each) <= 128 and not set(each) & set("@/\\\0") for each in salts.values())

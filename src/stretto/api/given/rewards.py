@@ -84,7 +84,8 @@ def rewards_of(
                     total.append(weight * value)
                     own |= {f"reward_{name}": value} if len(calls) > 1 else {}
         if not all(totals):
-            raise EnvError("all reward functions returned None for a reply; one of them must say what it is worth")
+            where = "; ".join(f"{name} ({definition_of(function)})" for name, function in functions.items())
+            raise EnvError(f"{where} returned None for a reply; return a number, in one of several at least")
         return [{SUM: sum(total)} | own for total, own in zip(totals, values)]
 
     async def reward_of_one(args: Any, sample: Sample) -> dict[str, float]:

@@ -213,6 +213,8 @@ def _meant(verb: str, name: str, known: Collection[str], root: type[Section]) ->
     """What to write in the place of a keyword that is unknown."""
     if name in TRL:
         return f"write {TRL[name]}"
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
+        return f"did you mean {near[0]}=?"
     shorts = {key: short for short, key in KEYS[verb].items()}
     keys = [dotted(path) for path in suggest(root, (name,))]
     for key in keys:

@@ -399,8 +399,10 @@ class Draft:
         for known, section, _ in all_paths(self.cls):
             if known == here and tag_of(section):
                 return f'unknown key for type = "{tag_of(cls)}"; it belongs to type = "{tag_of(section)}"'
-        if here in RUN_TABLES:
-            return f"unknown key; a file with a [{here}] section is one for `rl`"
+        verb = "rl" if here in RUN_TABLES else "sft" if here == "data" and self.cls is RLConfig else None
+        if verb is not None:
+            self.is_incomplete = True  # what else is missing belongs to another verb
+            return f"unknown key; a file with a [{here}] section is one for `{verb}`"
         if here in ROOT_WORDS and isinstance(value, dict):
             return f"unknown key; the keys of a run stand at the top of its file: remove [{here}], keep what is in it"
         near = suggest(self.cls, path, cls)

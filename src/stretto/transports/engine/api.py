@@ -7,6 +7,7 @@ not fit the schema raises `Refusal`; every route answers with its `body()`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -57,6 +58,7 @@ PAUSE_MODES = ("abort", "wait", "keep")
 
 
 T = TypeVar("T")
+_LONGEST_SALT = 128  # characters
 
 
 class Refusal(StrettoError):
@@ -328,10 +330,17 @@ def encode_generate(request: GenerateRequest, model: str | None = None) -> bytes
             prompt_targets=None if request.prompt_targets is None else request.prompt_targets.tolist(),
             model=request.adapter or model,
             request_id=request.request_id,
-            cache_salt=request.cache_salt,
+            cache_salt=_sent_salt(request.cache_salt),
             features=encode_features(request),
         )
     )
+
+
+def _sent_salt(salt: str | None) -> str | None:
+    """The salt, or its hash where vLLM refuses it: for its length, or for a character that a store may not take."""
+    if not salt or (len(salt) <= _LONGEST_SALT and not set(salt) & set("@/\\\0")):
+        return salt
+    return hashlib.sha256(salt.encode()).hexdigest()
 
 
 class _Models(msgspec.Struct, frozen=True):

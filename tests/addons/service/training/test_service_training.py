@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -22,9 +23,10 @@ from stretto.transports.engine.api import Refusal
 from stretto_service.engines import adapter_name
 from stretto_service.futures import Futures
 from stretto_service.store import Audit, Checkpoint, Run, Sampler, Store
-from stretto_service.training.jobs import Limits, read_job
+from stretto_service.training.jobs import Limits, assign, read_job
 from stretto_service.training.journal import REFUSED, Journal
 from stretto_service.training.place import check_place
+from stretto_service.training.scheduler import Request, Share
 from stretto_service.training.training import Training
 from stretto_service.wires.operations import (
     AdamSettings,
@@ -402,6 +404,13 @@ async def test_a_run_that_comes_back_counts_among_its_users_runs(open_training: 
     training.submit(first, "step", 1, STEP)
     await serve(training)
     assert first.state == "active"
+
+
+def test_neighbours_that_split_rows_have_the_same_micro_batches() -> None:
+    payload = SimpleNamespace(run=SimpleNamespace(id="r"))
+    shares = [Share(Request("r", (30, 20, 10), payload), 0, 3)]
+    assert [own["r"] for own in assign(shares, 4, 2)] == [[0], [0], [1, 2], [1, 2]]
+    assert [own["r"] for own in assign(shares, 2)] == [[0], [1, 2]]
 
 
 def test_largest_values_of_several_turns_are_not_summed() -> None:
