@@ -19,6 +19,7 @@ from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, 
 from stretto.check.devices import check_sft_devices, check_trained_on_cpu
 from stretto.check.models import check_model, check_served, check_trainable, find_model, foreign_engines, models_of
 from stretto.check.weights import check_weights, check_weights_of, has_only_config
+from stretto.config.changes import changes
 from stretto.config.root import (
     EvalConfig,
     InferenceConfig,
@@ -65,7 +66,9 @@ def rl(cfg: RLConfig) -> str:
     rows += service
     rows += [("router", f"NOT READY: {router}")] if router else []
     rows += _images(cfg.model) if cfg.inference is None else []
-    written = f"{_run_directory(cfg)}\nits configs and commands are in {directory / 'configs'} and plan.json"
+    changed = changes(cfg.run_dir.config("run"), cfg, plan.config) if cfg.resume and cfg.resume.dir is None else []
+    lines = "".join(textwrap.shorten(f"changed: {line}", WIDTH, placeholder=" ...") + "\n" for line in changed)
+    written = f"{_run_directory(cfg)}\n{lines}its configs and commands are in {directory / 'configs'} and plan.json"
     return _screen(rows, _first_tasks(tasks), table(plan), written, job(cfg))
 
 
@@ -124,6 +127,7 @@ def sft(cfg: SFTConfig) -> str:
     """The screen of `sft`."""
     from stretto.launch.plan.sft_ranks import find_gpus, table
 
+    rundir.check(cfg.run_dir, **cfg.start_options)
     check_model(cfg.model, cfg.num_ranks, "model")
     check_sft_devices(cfg)
     checked = check_sft_records(cfg)
@@ -201,8 +205,8 @@ def _model(model: ModelSection, missing: str | None = None) -> Rows:
         return [("model", _of_hub(name))]
     if not (Path(name).expanduser() / "config.json").is_file():
         raise ConfigError(
-            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
-            "directory with config, safetensors and tokenizer."
+            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; "
+            f"{rundir.model_near(Path(name))}"
         )
     if missing and has_only_config(name):
         return [("model", f"{name}: its config.json. NOT READY: it has neither tokenizer nor weights here")]

@@ -120,7 +120,8 @@ def init(words: Sequence[str]) -> int:
     directory = Path(name)
     try:
         if not name or (directory.exists() and (not directory.is_dir() or any(directory.iterdir()))):
-            raise ConfigError(f"stretto init: {name!r} is there and not empty; name a new directory.")
+            what = "is a file" if Path(name).is_file() else "is there and not empty"
+            raise ConfigError(f"stretto init: {name!r} {what}; name a new directory.")
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in FILES.items():
             (directory / name).write_text(text.replace("{name}", directory.resolve().name))

@@ -223,6 +223,7 @@ def check(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: P
 
     Raises: ConfigError if the directory cannot be used; it says what the user can do.
     """
+    _check_writable(run.path)
     contents = _contents(run.path)
     start = None
     if resume and origin is None:
@@ -245,6 +246,15 @@ def check(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: P
             f"--clean, or give this run another name with --run.name."
         )
     return start
+
+
+def model_near(directory: Path) -> str:
+    """The model that a directory without one has below it, as a run has, or what to give instead."""
+    places = [directory / "weights" / "latest", directory / "latest", directory.expanduser() / "model"]
+    found = next((each for each in places if (each.expanduser() / "config.json").is_file()), None)
+    if found is not None:
+        return f"did you mean {found}?"
+    return "give a directory with config, safetensors and tokenizer."
 
 
 def find_checkpoint(run: RunDir, step: int | None, origin: Path | None) -> tuple[RunDir, int]:
@@ -365,10 +375,23 @@ def _make(run: RunDir) -> None:
     try:
         run.path.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
-        raise _unusable(run.path, cause) from cause
+        raise unusable(run.path, cause) from cause
 
 
-def _unusable(path: Path, cause: OSError) -> ConfigError:
+def _check_writable(path: Path) -> None:
+    """Raises: ConfigError if this user cannot make or change the directory."""
+    try:
+        above = next(each for each in (path, *path.absolute().parents) if each.exists())
+    except OSError as cause:
+        raise unusable(path, cause) from cause
+    if not above.is_dir():
+        raise unusable(path, NotADirectoryError())
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise unusable(path, PermissionError())
+
+
+def unusable(path: Path, cause: OSError) -> ConfigError:
+    """The error about a run directory that cannot be made or written."""
     return ConfigError(f"cannot use {path} as a run directory: {reason_of(cause, path)}; give another output_dir.")
 
 
@@ -380,7 +403,7 @@ def _lock(run: RunDir, path: Path, *, is_shared: bool = False) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as cause:
-        raise _unusable(run.path, cause) from cause
+        raise unusable(run.path, cause) from cause
     deadline = time.monotonic() + _LOCK_WAIT_S
     while not try_lock(fd, is_shared=is_shared):
         holder = read_holder(fd)
@@ -436,7 +459,7 @@ def _contents(path: Path) -> list[str]:
     try:
         is_file = path.exists() and not path.is_dir()
     except OSError as cause:
-        raise _unusable(path, cause) from cause
+        raise unusable(path, cause) from cause
     if is_file:
         raise ConfigError(f"{path} is a file, not a run directory; give another run.name or output_dir.")
     try:
@@ -444,7 +467,7 @@ def _contents(path: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as cause:
-        raise _unusable(path, cause) from cause
+        raise unusable(path, cause) from cause
 
 
 def _runs_in(output_dir: Path) -> list[str]:

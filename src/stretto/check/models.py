@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from stretto import addons
-from stretto.base import process
+from stretto.base import process, rundir
 from stretto.base.errors import ConfigError, meant_path
 from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
 from stretto.check.vllm_models import ServedModel
@@ -108,8 +108,8 @@ def _refuse_missing(name: str) -> None:
     """A name of the Hub may be right: a download says more."""
     if Path(name).expanduser().is_dir():
         raise ConfigError(
-            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; give a "
-            "directory with config, safetensors and tokenizer."
+            f"[model] name = {name!r}: there is no config.json in that directory, so it holds no model; "
+            f"{rundir.model_near(Path(name))}"
         )
     if not is_hub_name(name):
         raise ConfigError(

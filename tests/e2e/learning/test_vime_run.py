@@ -1,4 +1,4 @@
-"""A run started by vime's flags learns, and is the same run that its TOML is, bit for bit."""
+"""Runs started by vime's flags learn, and are the same runs that their TOML is, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ports import free_ports
 from runs import Ended, start, untrained_model, wait
 
 from stretto.base.paths import RunDir
+from stretto_megatron.convert import to_megatron
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -18,6 +19,10 @@ def vowels(args, sample):
     """The share of vowels in what was said."""
     text = sample.response.removesuffix("<|im_end|>")
     return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
+
+
+def nothing(args, sample):
+    return 0.0
 '''
 FLAGS = """
 --hf-checkpoint {model} --prompt-data rows.jsonl --input-key prompt --apply-chat-template
@@ -90,3 +95,60 @@ def test_a_frozen_model_that_generates_rewards_the_policy(tmp_path):
     rewards = Ended(code, output, run).column("reward/mean")
     assert len(rewards) == 2 and all(0 <= reward <= 1 for reward in rewards)
     assert "model_judge" in run.plan.read_text()
+
+
+OF_A_SCRIPT = """
+--hf-checkpoint {model} --prompt-data rows.jsonl --input-key prompt --apply-chat-template
+--rollout-batch-size 4 --n-samples-per-prompt 16 --rollout-max-response-len 6 --rollout-max-context-len 64
+--advantage-estimator grpo --eps-clip 0.2 --global-batch-size 32 --lr 1e-2 --lr-decay-style constant
+--attention-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --use-distributed-optimizer --manual-gc
+--tensor-model-parallel-size 1 --sequence-parallel --recompute-granularity full --recompute-method uniform
+--recompute-num-layers 1 --actor-num-gpus-per-node 0 --rollout-num-gpus 0
+"""
+
+
+def saved(words: str, cwd: Path, name: str) -> Ended:
+    return ended("vime", [*words.split(), "--save", f"runs/{name}"], cwd, cwd / "runs" / name)
+
+
+@pytest.fixture
+def megatrons(tmp_path: Path) -> Path:
+    """An untrained model, whose weights are also in MEGATRON as Megatron has them."""
+    model = untrained_model(tmp_path)
+    to_megatron(model, tmp_path / "MEGATRON")
+    (tmp_path / "own_reward.py").write_text(REWARD)
+    rows = [{"prompt": [{"role": "user", "content": f"say {word}"}]} for word in ("a", "be", "cab", "deaf")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return model
+
+
+@pytest.mark.slow
+def test_a_run_from_megatrons_weights_is_that_from_the_same_weights_and_goes_on(megatrons, tmp_path):
+    learns = f"{OF_A_SCRIPT.format(model=megatrons)} --custom-rm-path own_reward.vowels --save-interval 6 --save-hf x"
+    plain = saved(f"{learns} --num-rollout 12", tmp_path, "plain")
+    theirs = f"{learns} --ref-load MEGATRON --load runs/theirs"
+    saved(f"{theirs} --num-rollout 6", tmp_path, "theirs")
+    again = saved(f"{theirs} --num-rollout 12", tmp_path, "theirs")
+    assert plain.weights(12) == again.weights(12)
+    rewards = again.column("reward/mean")
+    assert rewards == plain.column("reward/mean") and len(rewards) == 12
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+    assert (tmp_path / "MEGATRON" / "hugging_face" / "release" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_a_policy_without_a_reward_learns_from_a_teacher_of_megatrons(megatrons, tmp_path):
+    learns = (
+        f"{OF_A_SCRIPT.format(model=megatrons)} --custom-rm-path own_reward.vowels --num-rollout 16 --save-interval 16"
+    )
+    teacher = saved(f"{learns} --normalize-advantages --save-hf x", tmp_path, "teacher")
+    to_megatron(teacher.run.weights / "step_16", tmp_path / "TEACHER")
+    taught = saved(
+        f"{OF_A_SCRIPT.format(model=megatrons)} --custom-rm-path own_reward.nothing --num-rollout 16 "
+        "--use-opd --opd-type megatron --opd-teacher-load TEACHER --opd-kl-coef 1.0",
+        tmp_path,
+        "taught",
+    )
+    distances = taught.column("reference_kl/mean", "trainer")
+    assert len(distances) == 16 and sum(distances[-4:]) < 0.5 * sum(distances[:4])
+    assert set(taught.column("reward/mean")) == {0.0}

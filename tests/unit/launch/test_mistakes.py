@@ -18,6 +18,22 @@ from stretto import cli
 from stretto.base.foreign import load_object
 
 RUN = '[[orchestrator.env]]\nid = "sort-letters"\n'
+
+
+def own(more: str = "", base: str = "SingleTurnEnv") -> str:
+    """A module with an environment `Mine`."""
+    home = {"SingleTurnEnv": "base", "ToolEnv": "multi_turn"}[base]
+    arguments = {"SingleTurnEnv": "task, text", "ToolEnv": "episode"}[base]
+    return (
+        f"from stretto.envs.base import TaskSource\nfrom stretto.envs.{home} import {base}\n"
+        f"from stretto.records.rollout import Task\nclass Mine({base}):\n    name = 'mine'\n"
+        "    def tasks(self, split):\n"
+        "        return TaskSource(lambda i: Task(env='mine', task_id=str(i), data={'q': i}))\n"
+        "    def prompt(self, task):\n        return 'x'\n"
+        f"    def score(self, {arguments}):\n        return 1.0\n{more}"
+    )
+
+
 FILES = {
     "ok.toml": "max_steps = 4\n" + RUN,
     "typo.toml": "max_steps = 4\n[orchestrator]\nbatch_sise = 32\n" + RUN,
@@ -35,6 +51,9 @@ FILES = {
     "absent_m.py": "import a_package_of_nobody\n",
     "exits_m.py": "import sys\nsys.exit(3)\n",
     "score_m.py": "def score(prompt, completion):\n    return 1.0\n",
+    "tools_m.py": own("    def tools(self, task):\n        return []\n", "ToolEnv"),
+    "twice_m.py": own().replace("task_id=str(i)", "task_id='a'"),
+    "raises_m.py": own().replace("return 'x'", "return task.data['x']"),
     "yaml.toml": "max_steps = 4\nclean: true\n" + RUN,
     "comma.toml": "max_steps = 4,\n" + RUN,
     "quotes.toml": "[model]\nname = \u201cmodel\u201d\n" + RUN,
@@ -62,6 +81,7 @@ def env(env_id: str, **args) -> str:
     return "--orchestrator.env " + json.dumps([{"id": env_id, "args": args}], separators=(",", ":"))
 
 
+OWN = ("rewards", "syntax", "envs", "score", "tools", "twice", "raises")
 OK = "rl @ ok.toml"
 # name: (command, where, what, what to do)
 MISTAKES: dict[str, tuple[str, str, str, str]] = {
@@ -89,6 +109,18 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "model ",
         "'Qwen/Qwen3-0.6B': no such directory",
         "`hf download Qwen/Qwen3-0.6B`",
+    ),
+    "a run as a model": (
+        f"{OK} --model.name outputs/warm",
+        "[model] name = 'outputs/warm'",
+        "no config.json",
+        "did you mean outputs/warm/weights/latest?",
+    ),
+    "a key that a resume changes": (
+        f"{OK} --run.name there --resume",
+        "outputs/there (a resumed run)",
+        "changed: max_steps: 9 -> 4",
+        "",
     ),
     "a directory that is no model": (
         f"{OK} --model.name empty",
@@ -360,6 +392,25 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "it called sys.exit(3)",
         "`if __name__ == '__main__':`",
     ),
+    "tools as a method": (
+        f"rl {env('tools_m:Mine')}",
+        "environment 'tools_m:Mine': Mine.tools",
+        "got a method",
+        "`self.tools = [self.add]`",
+    ),
+    "tasks of one name": (
+        f"rl {env('twice_m:Mine')}",
+        "tasks 0 and 1 have the same task_id, 'a'",
+        "take them for one task",
+        "str(index)",
+    ),
+    "a prompt that raises": (f"rl {env('raises_m:Mine')}", "raises_m.py:9 in prompt", "KeyError: 'x'", ""),
+    "an output_dir that cannot be": (
+        f"{OK} --output-dir /proc/nothing",
+        "cannot use /proc/nothing/",
+        "there is no such file",
+        "another output_dir",
+    ),
     "a class after a dot": (
         f"rl {env('envs_m.NotEnv')}",
         "'envs_m.NotEnv'",
@@ -429,9 +480,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     there.mkdir(parents=True)
     (there / "COMPLETE").write_text("{}")
     (there.parents[1] / "configs").mkdir()
+    (there.parents[1] / "configs" / "run.json").write_text('{"max_steps": 9}')
+    warm = tmp_path / "outputs" / "warm" / "weights" / "latest"
+    warm.mkdir(parents=True)
+    (warm / "config.json").write_text(json.dumps(CONFIG))
     load_object.cache_clear()
     yield tmp_path
-    for name in [each for each in sys.modules if each.partition("_m")[0] in ("rewards", "syntax", "envs", "score")]:
+    for name in [each for each in sys.modules if each.partition("_m")[0] in OWN]:
         sys.modules.pop(name, None)
 
 

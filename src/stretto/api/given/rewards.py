@@ -85,7 +85,7 @@ def rewards_of(
                     own |= {f"reward_{name}": value} if len(calls) > 1 else {}
         if not all(totals):
             where = "; ".join(f"{name} ({definition_of(function)})" for name, function in functions.items())
-            raise EnvError(f"reward {where} returned None for a reply; return a number, in one of several at least")
+            raise EnvError(f"{where} returned None for a reply; return a number, in one of several at least")
         return [{SUM: sum(total)} | own for total, own in zip(totals, values)]
 
     async def reward_of_one(args: Any, sample: Sample) -> dict[str, float]:

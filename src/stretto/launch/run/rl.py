@@ -134,7 +134,10 @@ def plan_only(cfg: RLConfig) -> tuple[LaunchPlan, Path]:
     plan = _plan(cfg, run, rundir.check(run, **cfg.start_options))
     # A dry run does not overwrite the configs of an existing run, which record how that was started.
     directory = run.path / "dry_run" if rundir.is_used(run) else run.path
-    planning.write(plan, directory)
+    try:
+        planning.write(plan, directory)
+    except OSError as cause:
+        raise rundir.unusable(run.path, cause) from cause
     return plan, directory
 
 
