@@ -124,6 +124,7 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
     [
         ("clusters", ["--slurm.partition", "p"], "[slurm] needs the add-on stretto_clusters"),
         ("clusters", ["--ray.address", "auto"], "[ray] needs the add-on stretto_clusters"),
+        ("routers", ["--inference.deployment.num-replicas", "2", "--dry-run"], "needs the add-on stretto_routers"),
         ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
     ],

@@ -11,6 +11,7 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
+from stretto import addons
 from stretto.base import log, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
@@ -75,8 +76,14 @@ def _plan(
         rundir.check_max_steps(cfg.max_steps, resume_step)
     cfg = with_chosen_engines(cfg)
     if cfg.deployment.type == "multi_node":
-        return nodes.plan_nodes(cfg, run, resume_step, secret)
-    return planning.plan(cfg, run, resume_step, ports=ports, secret=secret)
+        plan = nodes.plan_nodes(cfg, run, resume_step, secret)
+    else:
+        plan = planning.plan(cfg, run, resume_step, ports=ports, secret=secret)
+    for role in {spec.role for spec in plan.processes} & {"router", "registrar"}:
+        assert cfg.inference is not None and cfg.inference.router is not None  # else none is planned
+        kind = cfg.inference.router.type
+        addons.check("stretto.routers", kind if role == "router" else "registrar", f'inference.router.type = "{kind}"')
+    return plan
 
 
 def _run_other_node(cfg: RLConfig, run: RunDir, node: int) -> int:
