@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import os
 import re
 import sys
 import sysconfig
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from stretto.base.aio import is_cancelled
 from stretto.base.errors import ConfigError, EnvError, StrettoError, meant_path
@@ -304,8 +305,9 @@ def error_location(error: BaseException) -> str:
     """`file:line` where the exception was raised, or the syntax error is, ignoring Python's import machinery."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    return f"{frames[-1].filename}:{frames[-1].lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    shown = [f for f in frames if not f.filename.startswith("<frozen") and f.filename != __file__] or frames
+    return f"{shown[-1].filename}:{shown[-1].lineno}"
 
 
 def import_place(error: BaseException) -> str:
@@ -326,10 +328,32 @@ def innermost_location(frames: list[traceback.FrameSummary]) -> str:
     """`file:line in function` of the innermost frame outside the standard library."""
     if not frames:
         return "somewhere"
-    outside = ("<frozen", sysconfig.get_path("stdlib"))
+    outside = ("<frozen", sysconfig.get_path("stdlib"), __file__)
     user_frames = [f for f in frames if not f.filename.startswith(outside) or "site-packages" in f.filename]
     frame = (user_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+@contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """While it is open, user code that calls `os._exit` in this process gets an error that says so.
+
+    A check would else end without a word. Processes that are forked meanwhile end as they want.
+    """
+    leave, pid = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != pid:
+            leave(status)
+        raise SystemExit(
+            f"it called os._exit({status!r}), which ends the process that plays it; raise an error instead"
+        )
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def definition_of(function: Callable[..., Any]) -> str:

@@ -17,6 +17,7 @@ from urllib.error import URLError
 import numpy as np
 
 from stretto.base.errors import EngineError, EnvError
+from stretto.base.foreign import exits_are_errors
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.orchestrator import EnvSection, SamplingSection
@@ -101,7 +102,8 @@ async def play(
         models={name: Unreachable(name) for name in places_of(cfg)},
         failures=failures,
     )
-    group = await player.play(env, Draw(group_id=0, task=task, num_members=1, version=0))
+    with exits_are_errors():
+        group = await player.play(env, Draw(group_id=0, task=task, num_members=1, version=0))
     return Played(group, failures)
 
 
