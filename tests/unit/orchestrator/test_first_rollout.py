@@ -84,7 +84,7 @@ def test_a_healthy_environment_is_played_and_has_nothing_to_say(look):
         ("float('nan')", "its reward is nan"),
         ("'good'", "its reward is 'good'"),
         ("None", "its reward is None"),
-        ("__import__('os')._exit(3)", r"scores\.py:\d+ in \w+: .*called os\._exit\(3\)"),
+        ("__import__('os')._exit(3)", r"score: .*called os\._exit\(3\)"),
     ],
 )
 def test_a_score_that_fails_in_a_run_fails_in_the_dry_run(look, score, words):
