@@ -23,6 +23,7 @@ from stretto.orchestrator.build import build_env
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import Group, RolloutStatus
+from stretto_hubs.verifiers import packages
 
 pytestmark = [
     pytest.mark.heavy,
@@ -341,12 +342,12 @@ def test_errors_name_the_missing_extra_and_a_wrong_version(monkeypatch):
 
 
 def test_modules_are_classified_without_importing_them():
-    taskset, kinds = find.ModuleKind.TASKSET, ["echo_v1", "duel_v1", "old_v0", "worker_envs"]
-    assert [find.classify_module(name) for name in kinds] == [
+    taskset, kinds = packages.ModuleKind.TASKSET, ["echo_v1", "duel_v1", "old_v0", "worker_envs"]
+    assert [packages.classify_module(name) for name in kinds] == [
         taskset,
         taskset,
-        find.ModuleKind.V0,
-        find.ModuleKind.OURS,
+        packages.ModuleKind.V0,
+        packages.ModuleKind.OURS,
     ]
     assert find.find_module("someone/echo-v1@1.2.0") == "echo_v1"
     assert find.find_module("no-such-module") is find.find_module("what is this") is None
@@ -358,7 +359,7 @@ def test_console_scripts_find_modules_of_the_working_directory(tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
     before = list(sys.path)
     assert find.find_module("lying-here-v0") == "lying_here_v0"
-    assert find.classify_module("lying_here_v0") is find.ModuleKind.V0
+    assert packages.classify_module("lying_here_v0") is packages.ModuleKind.V0
     assert sys.path == before
 
 

@@ -47,7 +47,7 @@ def test_both_stages_are_run_with_the_given_keys_and_a_failure_ends_it(
 
 def test_a_signal_to_the_command_ends_its_child(tmp_path: Path) -> None:
     (tmp_path / "child.py").write_text("import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(600)\n")
-    code = "import sys; from stretto.launch import demo; sys.exit(demo._run([sys.executable, 'child.py']))"
+    code = "import sys; from stretto_start import demo; sys.exit(demo._run([sys.executable, 'child.py']))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as command:
         deadline = time.monotonic() + 60
         while not (tmp_path / "up").exists() and time.monotonic() < deadline:

@@ -463,7 +463,7 @@ def test_tool_results_are_not_trained_and_the_first_reply_without_a_call_is_the_
     assert not branch.logprobs[~branch.is_sampled].any()
 
 
-def open_box(number: int, episode: Episode) -> str:
+async def open_box(number: int, episode: Episode) -> str:
     """What is in a box."""
     episode.state["opened"] = number
     return episode.task.data["boxes"][number]
@@ -472,7 +472,6 @@ def open_box(number: int, episode: Episode) -> str:
 def test_a_tool_sees_and_changes_its_episode_and_the_policy_knows_nothing_of_that_argument():
     class Boxes(Adding):
         tools = (open_box,)
-        tool_timeout_s = 30.0
 
         def tasks(self, split):
             return TaskSource(lambda i: Task(env="t", task_id=str(i), data={"boxes": ["3", "7"]}))

@@ -82,7 +82,8 @@ def _plan(
     for role in {spec.role for spec in plan.processes} & {"router", "registrar"}:
         assert cfg.inference is not None and cfg.inference.router is not None  # else none is planned
         kind = cfg.inference.router.type
-        addons.check("stretto.routers", kind if role == "router" else "registrar", f'inference.router.type = "{kind}"')
+        name = "registrar" if role == "registrar" else "dynamo" if kind == "dynamo" else "vllm"
+        addons.check("stretto.routers", name, f'inference.router.type = "{kind}"')
     return plan
 
 
