@@ -2,7 +2,7 @@
 #             but Python packages)
 # make dynamo install NVIDIA Dynamo's frontend, in an environment of its own (.venv/opt/dynamo)
 # make vllm   add the CPU build of vLLM and its router to .venv
-# make test   install what the tests need and run them, but for those marked slow (10 minutes on two cores)
+# make test   install what the tests need and run them, but for those marked slow (12 minutes on two cores)
 # make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too, Dynamo
 #             and a browser
 # make test-core  the unit tests that are not marked heavy of the core alone, in a copy without the add-ons; make test-without
