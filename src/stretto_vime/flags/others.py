@@ -7,6 +7,7 @@ PYTHONPATH has its own list, which is asked for then.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -172,8 +173,6 @@ def program() -> tuple[Program, str | None]:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
 
 
