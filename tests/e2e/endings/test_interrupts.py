@@ -185,7 +185,7 @@ def test_a_start_can_be_stopped_at_any_moment(verb: str, request: pytest.Fixture
     popen = command.start()
     until(lambda: takes_signals(popen), popen, "its first handlers")
     began = time.monotonic()
-    until(lambda: log_has(command, "trainer" if verb == "rl" else verb, "| step 1 "), popen, "its first step")
+    until(lambda: log_has(command, "trainer" if verb == "rl" else verb, "| step 1"), popen, "its first step")
     longest = time.monotonic() - began
     popen.send_signal(signal.SIGTERM)
     check_end(command, popen, "first step")
