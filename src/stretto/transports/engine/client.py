@@ -366,7 +366,9 @@ class EngineClient:
         for url, result in zip(ready, await asyncio.gather(*map(score, ready), return_exceptions=True)):
             if not isinstance(result, BaseException):
                 by_engine[url] = result
-            elif isinstance(result, EngineError) and len(self.admin_urls) > 1 and await self._is_dead(url):
+            elif not isinstance(result, EngineError) or len(self.admin_urls) == 1:
+                raise result
+            elif isinstance(result.__cause__, http.Lost) or await self._is_dead(url):  # it may be back already
                 await self.fleet.mark_down(url, str(result))
             else:
                 raise result

@@ -30,6 +30,10 @@ class Transient(Exception):
     """How long the server asks to wait."""
 
 
+class Lost(Transient):
+    """The connection broke, or there was none: the server may have died, and another may have its address now."""
+
+
 class Unavailable(Transient):
     """No engine is available at the moment; wait, without counting an attempt."""
 
@@ -60,7 +64,7 @@ class Connections:
         except (aiohttp.TooManyRedirects, aiohttp.InvalidURL) as error:
             raise EngineError(f"{url}: {type(error).__name__}: {error}; correct the address") from error
         except (aiohttp.ClientError, ConnectionError) as error:  # also an answer that is no HTTP
-            raise Transient(f"{url}: {type(error).__name__}: {error}") from error
+            raise Lost(f"{url}: {type(error).__name__}: {error}") from error
         if response.status == 200:
             return data
         message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
