@@ -37,7 +37,11 @@ class Solvers:
         return RolloutResult(reward=sum(lengths.values()), agent_rewards=lengths)
 '''
 DEMO_STEPS = 52  # pages look at step 50
-ENVS = {"episode_agents": "solvers:Solvers", 'type = "states"': "wordle"}
+ENVS = {
+    "episode_agents": 'id = "solvers:Solvers"',
+    'type = "states"': 'id = "wordle"',
+    "difficulty_pool": 'id = "dataset"\nargs = { path = "train.jsonl", reward = "math" }',
+}
 """Environments of blocks that speak of more than sort-letters has, by a piece of the block."""
 
 
@@ -58,8 +62,8 @@ def whole_config(block: Block) -> tuple[str, str]:
     orchestrator = given.get("orchestrator", {})
     has_env = isinstance(orchestrator.get("env") or orchestrator.get("train", {}).get("env"), list)
     steps = "" if "max_steps" in given else "max_steps = 30\n"
-    env = next((env for piece, env in ENVS.items() if piece in text), "sort-letters")
-    env = "" if has_env else f'[[orchestrator.env]]\nid = "{env}"\n'
+    env = next((env for piece, env in ENVS.items() if piece in text), 'id = "sort-letters"')
+    env = "" if has_env else f"[[orchestrator.env]]\n{env}\n"
     return "rl", steps + ("" if has_model else _MODEL) + env + text
 
 
@@ -67,7 +71,17 @@ _MODEL = 'model.name = "outputs/sort-letters-sft/weights/latest"\n'
 _SFT = 'max_steps = 1000\nmodel.scratch = {}\ndata = { type = "environment", id = "sort-letters" }\n'
 
 
-MODELS = ("sort-letters-sft", "sort-letters", "reverse-text-sft", "reverse-text", "teacher", "my-run", "sft")
+MODELS = (
+    "sort-letters-sft",
+    "sort-letters",
+    "reverse-text-sft",
+    "reverse-text",
+    "teacher",
+    "my-run",
+    "sft",
+    "maths",
+    "code",
+)
 
 
 def build_workplace(folder: Path, models: tuple[str, ...] = MODELS) -> Path:
@@ -86,7 +100,7 @@ def build_workplace(folder: Path, models: tuple[str, ...] = MODELS) -> Path:
 def link_models(outputs: Path, other: Path) -> Path:
     """Another directory of runs, in which the models that pages begin with are found as `{output_dir}/...`."""
     other.mkdir()
-    for name in ("sort-letters-sft", "reverse-text-sft", "teacher"):
+    for name in ("sort-letters-sft", "reverse-text-sft", "teacher", "maths", "code"):
         (other / name).symlink_to(outputs.resolve() / name)
     return other
 

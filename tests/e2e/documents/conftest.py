@@ -11,7 +11,7 @@ from pages.workplace import DEMO_STEPS, build_workplace
 from runs import start, wait
 
 SMALLER = ["--max-steps", str(DEMO_STEPS), "--orchestrator.batch-size", "32", "--no-orchestrator.eval"]
-LIKE_MODEL = ("teacher", "sft", "my-run")
+LIKE_MODEL = ("teacher", "sft", "my-run", "maths", "code")
 LIKE_RUN = ("demo", "other", "RUN", "Vowels-sort-letters-sft", "slow", "rloo")
 
 
