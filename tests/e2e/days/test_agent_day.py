@@ -32,7 +32,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_reward_of_the_judge_rises_on_held_out_boxes_and_the_likeliest_answers_stay_good(desk: Path) -> None:
     result = summary(desk, "boxes")
     assert result["reward_after"] > result["reward_before"] + 0.15, result
-    assert result["greedy_after"] > result["greedy_before"] - 0.05, result
+    assert result["greedy_after"] > result["greedy_before"] - 0.1, result
     assert ": improved" in (desk / "printed").read_text()
 
 
