@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -175,3 +177,24 @@ def test_what_an_environment_renders_by_itself_is_checked(look, tmp_path, name, 
         look(env=f"{module}:Own")
     assert said in str(raised.value) and f"messages of run.{name}" in str(raised.value)
     assert f"{module}.py:7 in prompt" in str(raised.value)
+
+
+SIGNALLED = """
+import os, signal
+from stretto import signals
+from stretto.base.foreign import exits_are_errors
+
+signals.start_command()
+with exits_are_errors():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as error:  # what a user's function may do
+        print("caught", error)
+print("goes on")
+"""
+
+
+@pytest.mark.heavy
+def test_ctrl_c_ends_a_rollout_that_is_tried_whatever_the_users_code_catches():
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, ""), done
