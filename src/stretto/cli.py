@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 from stretto.base.errors import ConfigError, StrettoError, reason_of
 from stretto.signals import end_command, start_command
@@ -150,6 +151,7 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
         return 1
 
 
+_EXPAND = Path.expanduser.__code__
 _OF_THE_MACHINE = {
     errno.ENAMETOOLONG: "give a shorter one",
     errno.EACCES: "give another place, or the permission",
@@ -164,10 +166,22 @@ _OF_THE_MACHINE = {
 
 
 def _of_the_machine(error: Exception) -> str | None:
-    """The message about a file that cannot be used; None for any other error."""
+    """The message about a file or home that this machine does not have or give; None for any other error."""
+    if (path := _homeless(error)) is not None:
+        return f"{path}: no user of this machine has the home {path.partition('/')[0]}; write the whole path"
     if not isinstance(error, OSError) or error.filename is None or error.errno not in _OF_THE_MACHINE:
         return None
     return f"{str(error.filename)!r:.200}: {reason_of(error)}; {_OF_THE_MACHINE[error.errno]}"
+
+
+def _homeless(error: Exception) -> str | None:
+    """The path with `~` whose home Python did not find, which says no more than that; None for any other error."""
+    inner = error.__traceback__
+    while inner is not None and inner.tb_next is not None:
+        inner = inner.tb_next
+    if not isinstance(error, RuntimeError) or inner is None or inner.tb_frame.f_code is not _EXPAND:
+        return None
+    return str(inner.tb_frame.f_locals["self"])
 
 
 def _print_error(text: str) -> None:

@@ -39,7 +39,6 @@ def run_plain_verb(verb: str, words: list[str]) -> int:
 
     Raises: ConfigError if it is that of an add-on which is not installed.
     """
-
     if verb in PLAIN_VERBS:
         return addons.object_at(PLAIN_VERBS[verb])(words)
     return addons.load("stretto.verbs", verb, f"`stretto {verb}`")(words)

@@ -206,21 +206,24 @@ def check_engine_model(cfg: RLConfig) -> None:
         )
 
 
-def _check_tokens(there: Path, here: Path, names: tuple[str, str]) -> None:
+def _check_tokens(trained: Path, served: Path, names: tuple[str, str]) -> None:
     """Check that two model directories have the same tokens; names: of the trained and served model.
 
     Raises: ConfigError naming a token that differs.
     """
-    if difference := other_token(there, here):
+    if difference := other_token(trained, served):
         raise ConfigError(
             f"inference.model = {names[1]!r} has another tokenizer than {names[0]!r}, which is trained: {difference}; "
             "engines may load another precision of the same model only"
         )
 
 
-def other_token(there: Path, here: Path) -> str | None:
-    """A token whose id differs between two model directories, in words; None if none does, or one has no tokenizer."""
-    files = [directory / "tokenizer.json" for directory in (there, here)]
+def other_token(trained: Path, other: Path) -> str | None:
+    """A token whose id differs in the tokenizer of another model directory, in words; None without a difference.
+
+    There is none to tell either if one of them has no tokenizer here.
+    """
+    files = [directory / "tokenizer.json" for directory in (trained, other)]
     try:
         texts = [file.read_bytes() for file in files]
         ours, theirs = ({}, {}) if texts[0] == texts[1] else (tokens_of(json.loads(text)) for text in texts)

@@ -31,7 +31,6 @@ def check_router(section: InferenceSection | None, *, is_dry_run: bool = False) 
     router = None if section is None else section.router
     if router is None:
         return None
-
     fault: str | None = None
     if router.type == "dynamo" and not Path(python := dynamo_python(router)).is_file():
         fault = (

@@ -202,3 +202,10 @@ def test_an_empty_ledger_is_not_called_old(place, capsys):
     assert cli.main(["rollouts", "outputs/warm"]) in (1, 2)
     said = capsys.readouterr().err
     assert "ledger.sqlite: the ledger is empty" in said and "older" not in said
+
+
+@pytest.mark.parametrize("words", ["status ~nobody-here/x", "logs ~nobody-here", "rl @ ~nobody-here/rl.toml --dry-run"])
+def test_a_home_that_is_not_there_is_told_wherever_a_path_is_read(place, words, capsys):
+    assert cli.main(words.split()) in (1, 2)
+    said = capsys.readouterr().err
+    assert "no user of this machine has the home ~nobody-here" in said and "bug" not in said
