@@ -145,6 +145,9 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
     except BrokenPipeError:
         return _leave_pipe()
     except Exception as error:
+        if (path := _homeless(error)) is not None:
+            _print_error(f"{path}: no user of this machine has the home {path.partition('/')[0]}; write the whole path")
+            return 2
         if is_child:  # its output is a log
             raise
         _print_error(_of_the_machine(error) or _unexpected(error))
@@ -166,9 +169,7 @@ _OF_THE_MACHINE = {
 
 
 def _of_the_machine(error: Exception) -> str | None:
-    """The message about a file or home that this machine does not have or give; None for any other error."""
-    if (path := _homeless(error)) is not None:
-        return f"{path}: no user of this machine has the home {path.partition('/')[0]}; write the whole path"
+    """The message about a file that cannot be used; None for any other error."""
     if not isinstance(error, OSError) or error.filename is None or error.errno not in _OF_THE_MACHINE:
         return None
     return f"{str(error.filename)!r:.200}: {reason_of(error)}; {_OF_THE_MACHINE[error.errno]}"
