@@ -325,14 +325,16 @@ class Loop:
         stop = section.early_stop
         if stop is None or version == self.cfg.max_steps or (reason := stop.reason_to_stop(scores)) is None:
             return
-        self._end_early(reason)
+        self._end_early(reason, version)
 
-    def _end_early(self, reason: str) -> None:
-        """Stop in order before the last step, and say why."""
+    def _end_early(self, reason: str, version: int | None = None) -> None:
+        """Stop in order before the last step, and say why; version: that of the eval which decided it."""
         if self.was_stopped:
             return
         logger.info("the run ends early: %s", reason)
-        self.parts.ledger.event("early_stop", {"version": self.progress.step, "reason": reason})
+        self.parts.ledger.event(
+            "early_stop", {"version": self.progress.step if version is None else version, "reason": reason}
+        )
         report("note", text=f"the run ends early: {reason}")
         self.stopped_because = reason
         self.stop()
