@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from learner_cases import with_streams
 from msgspec.structs import replace
-from tiny import VOCAB, build_learner, build_policy, document, documents, gradients, pack
+from tiny import VOCAB, build_learner, build_policy, document, documents, gradients, pack, with_streams
 
 from stretto.algorithms.losses import TokenStreams, total_loss
 from stretto.algorithms.policy_loss import AlternativeTokens
