@@ -24,6 +24,8 @@ from stretto.trainer.parallel.memory import ActivationOffload, prepare_blocks
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SELECTIVE = {"mode": "selective"}
+RECOMPUTED = [{}, {"freq": 2}, {"group_size": 2}, {"num_blocks": 1}, SELECTIVE, SELECTIVE | {"targets": "all"}]
 DENSE_TARGETS, MOE_TARGETS = ("norm", "attn_proj", "mlp"), ("norm", "attn_proj", "routed_experts")
 
 
@@ -69,9 +71,7 @@ def assert_equal(got, want):
 @pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["dense", "moe", "replay"])
-@pytest.mark.parametrize(
-    "ac", [{}, {"freq": 2}, {"mode": "selective"}, {"mode": "selective", "targets": "all"}], ids=str
-)
+@pytest.mark.parametrize("ac", RECOMPUTED, ids=str)
 def test_what_is_computed_again_is_the_same_to_the_bit(ac, kind, dtype):
     shape = SHAPE if kind == "dense" else MOE
     if ac.get("targets"):
@@ -115,6 +115,16 @@ def test_each_target_saves_memory_and_full_checkpoints_save_most():
         half, full = saved_bytes(shape, {"ac": {"freq": 2}}), saved_bytes(shape, {"ac": {}})
         assert max(some) < plain and both < min(some)
         assert full < both < plain and full < half < plain
+
+
+def test_groups_of_blocks_keep_one_input_and_the_blocks_after_them_keep_all():
+    shape = SHAPE | {"num_layers": 5}
+    plain, each = saved_bytes(shape, {}), saved_bytes(shape, {"ac": {}})
+    pairs, some = saved_bytes(shape, {"ac": {"group_size": 2}}), saved_bytes(shape, {"ac": {"num_blocks": 3}})
+    one = 4 * 200 * SHAPE["hidden_size"]
+    assert each - pairs == 2 * one, "three inputs of five"
+    both = saved_bytes(shape, {"ac": {"group_size": 2, "num_blocks": 4}})
+    assert pairs < each < both < some < plain
 
 
 def test_nothing_is_computed_again_where_nothing_is_learned():
