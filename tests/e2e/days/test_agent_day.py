@@ -29,10 +29,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_reward_of_the_judge_rises_on_held_out_boxes_and_the_likeliest_answers_stay_good(desk: Path) -> None:
+def test_the_reward_of_the_judge_rises_on_held_out_boxes_sampled_and_greedy(desk: Path) -> None:
     result = summary(desk, "boxes")
-    assert result["reward_after"] > result["reward_before"] + 0.15, result
-    assert result["greedy_after"] > result["greedy_before"] - 0.1, result
+    assert result["reward_after"] > result["reward_before"] + 0.5, result
+    assert result["greedy_after"] > result["greedy_before"] + 0.1, result
     assert ": improved" in (desk / "printed").read_text()
 
 
@@ -54,7 +54,7 @@ def test_looking_at_the_run_shows_the_tool_and_whether_it_learned(desk: Path) ->
 def test_a_later_start_asks_the_judge_for_nothing_twice(desk: Path) -> None:
     log = desk / "outputs" / "boxes" / "logs" / "orchestrator.log"
     before = counts(log.read_text())
-    typed(desk, "rl", "@", "boxes_rl.toml", "--resume", "--max-steps", "61", "--no-orchestrator.eval")
+    typed(desk, "rl", "@", "boxes_rl.toml", "--resume", "--max-steps", "251", "--no-orchestrator.eval")
     lines = log.read_text()
     assert int(re.findall(r"models.judge: (\d+) replies are known from before", lines)[-1]) == before["asked"]
 
