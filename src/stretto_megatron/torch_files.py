@@ -177,8 +177,10 @@ class TorchFiles:
 
 
 def _is_divided(name: str) -> bool:
-    is_matrix = any(part in name for part in ("linear_", "word_embeddings", "output_layer"))
-    is_whole = "layer_norm" in name or "_down_proj" in name or name.endswith("linear_proj.bias")
+    is_matrix = any(part in name for part in ("linear_", "word_embeddings", "output_layer", "softmax_offset"))
+    is_whole = any(
+        part in name for part in ("layer_norm", "_down_proj", "linear_proj.bias", "linear_fc2.bias", "indexer")
+    )
     return is_matrix and not is_whole
 
 

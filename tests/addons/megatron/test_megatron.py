@@ -48,7 +48,9 @@ def map_of(directory: Path) -> TensorMap:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "glm_moe_dsa"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_that_goes_to_megatron_and_back_has_its_bits(family, dtype, tmp_path):
     scratch = ScratchSection(family=family, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2)

@@ -3,7 +3,7 @@
 Embedding, norms, residuals, routers, experts and the output head compute a rank's own tokens, so that what they keep
 for the backward pass is divided by tp. Attention and dense MLPs compute all tokens with the rank's features: tokens are
 gathered before them, and their partial sums are scattered after them, which takes the time of the sum that tp needs
-anyway. Of gathered tokens a rank keeps its own, and gathers them again in the backward pass.
+anyway. A rank keeps its own of the gathered tokens, and gathers them again in the backward pass.
 
 `split_tokens` changes the modules: the policy is called with all tokens of a pass, and returns the hidden states of the
 rows that lie among this rank's tokens (`own_rows`).

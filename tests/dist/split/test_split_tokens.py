@@ -13,7 +13,7 @@ from stretto.trainer.parallel.sequence import own_rows, own_tokens
 
 @pytest.mark.heavy
 def test_split_tokens_are_kept_once(tmp_path):
-    run_ranks("split_runs.py", tmp_path, world_size=2, log=tmp_path / "log")
+    run_ranks("split/split_ranks.py", tmp_path, world_size=2, log=tmp_path / "log")
     kept = json.loads((tmp_path / "kept.json").read_text())
     # Inputs of norms, of projections and of MLPs are half; what tp cuts is half with whole tokens, too.
     assert kept["split"] < 0.8 * kept["whole"]

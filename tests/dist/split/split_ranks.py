@@ -1,7 +1,7 @@
 """What a forward pass keeps on a rank of tp, with whole and with split tokens; run by every rank.
 
-`python split_runs.py OUT` writes OUT/kept.json from rank 0: by setting, the bytes that torch's allocator has handed out
-between the beginning and the end of a forward pass.
+`python split_ranks.py OUT` writes OUT/kept.json from rank 0: by setting, the bytes that torch's allocator has handed
+out between the beginning and the end of a forward pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tiny import build_policy, documents, pack
 
