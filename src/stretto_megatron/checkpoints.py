@@ -69,6 +69,10 @@ class _Cut:
     source: LazyTensor
     shape: Shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype  # type: ignore[attr-defined]
+
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]:
         return self.source[region]
 
@@ -123,6 +127,11 @@ class _Translated:
     parts: list[SharedSlice]
     by_ours: Mapping[str, list[SharedSlice]]
     sources: Mapping[str, LazyTensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        source = self.by_ours[self.parts[0].ours][0].theirs
+        return self.sources[source].dtype  # type: ignore[attr-defined]  # all kinds of lazy tensors have one
 
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]:
         low = [part.indices(n)[0] for part, n in zip(region, self.shape, strict=True)]

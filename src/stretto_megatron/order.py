@@ -20,23 +20,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Swapped:
-    """A tensor with its last two dims swapped."""
+class _Reordered:
+    """A tensor whose numbers are those of another, in another order."""
 
     source: LazyTensor
     shape: Shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype  # type: ignore[attr-defined]  # all kinds of lazy tensors have one
+
+
+class _Swapped(_Reordered):
+    """A tensor with its last two dims swapped."""
 
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]:
         *first, rows, columns = region
         return self.source[(*first, columns, rows)].mT
 
 
-@dataclass(frozen=True)
-class _InTurn:
+class _InTurn(_Reordered):
     """A tensor whose rows (dim 1) of gate and up come in turn, from one with gate first."""
-
-    source: LazyTensor
-    shape: Shape
 
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]:
         experts, rows, *rest = region
@@ -46,12 +50,8 @@ class _InTurn:
         return torch.stack(parts, 2).flatten(1, 2)[:, low - 2 * pairs[0] : high - 2 * pairs[0]]
 
 
-@dataclass(frozen=True)
-class _GateFirst:
+class _GateFirst(_Reordered):
     """A tensor with the rows (dim 1) of gate before those of up, from one in which they come in turn."""
-
-    source: LazyTensor
-    shape: Shape
 
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]:
         experts, rows, *rest = region
