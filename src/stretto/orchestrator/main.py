@@ -367,10 +367,15 @@ def build_teachers(
         algo = cfg.algo_of(env.name)
         engines = wires.teacher_engines.get(env.name, {})
         if isinstance(algo, OpdAlgo):
-            by_env[env.name] = build_scoring(engines)
+            by_env[env.name] = build_scoring(engines, top_k=algo.top_k or 0, is_forward=algo.divergence == "forward")
         elif isinstance(algo, OpsdAlgo):
             context = build_privileged_context(env, algo, renderer, cfg.algo_path(env.name))
-            by_env[env.name] = build_scoring({"policy": (wires.engines, 1.0)}, privileged_context=context)
+            by_env[env.name] = build_scoring(
+                {"policy": (wires.engines, 1.0)},
+                top_k=algo.top_k or 0,
+                is_forward=algo.divergence == "forward",
+                privileged_context=context,
+            )
         elif isinstance(algo, SftAlgo):
             by_env[env.name] = PlayingTeacher(algo.min_reward)
             [(players[env.name], _)] = engines.values()

@@ -11,7 +11,7 @@ from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.rules.learning import GROUP_BASELINE
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, matching
 from stretto.config.sections.curriculum import DifficultySampler, RangeGate
-from stretto.config.sections.distill import WITHOUT_BEHAVIOR, WITHOUT_REWARD
+from stretto.config.sections.distill import WITHOUT_BEHAVIOR, WITHOUT_REWARD, ScoredAlgo
 from stretto.config.sections.hooks import ENVIRONMENTS
 from stretto.config.sections.orchestrator import (
     ClientSection,
@@ -169,9 +169,13 @@ def sampled_as_trained(s: OrchestratorKeys, at: At) -> Problems:
                 "the model's, so that every ratio of the two is wrong; leave it out, or ban words with bad_words; "
                 "evals and agents that are not trained may have it",
             )
+        has_alternatives = isinstance(algo, ScoredAlgo) and algo.top_k is not None
         for key, value in () if is_learned_as_given else sampling.cuts().items():
             where, most = places[key], at("train.replay.max_tokens")
-            if replay is None:
+            if has_alternatives:
+                rule = f"{algo.type} with top_k also learns tokens that this leaves out; leave out the one or the other"
+                add(where, f"{at(where)}: {rule}")
+            elif replay is None:
                 way = f"leave it out, or add [{at('train.replay').path}], which trains what was sampled"
                 add(where, f"{at(where)}: {WHY_NOT_CUT}; {way}")
             elif key == "top_k" and value > replay.max_tokens:
