@@ -190,6 +190,7 @@ def _memory_cases() -> list[Case]:
     projections = {"ac": {"mode": "selective", "targets": ("attn_proj", "mlp")}}
     return [
         Case(2, "fsdp_ac", "dense", full),
+        Case(2, "fsdp_groups", "dense", {"ac": {"group_size": 2}}),
         Case(2, "ulysses_ac", "dense", full | {"cp": 2}),
         Case(2, "ring_ac", "dense", full | {"cp": 2, "cp_style": "ring"}),
         Case(2, "tp_parts", "dense", projections | {"tp": 2}),
@@ -210,6 +211,7 @@ def _split_cases() -> list[Case]:
         Case(2, "split", "bias", split),
         Case(2, "split_reshard", "cut", split | {"reshard_after_forward": False}),
         Case(2, "split_ac", "dense", split | {"ac": {}}),
+        Case(2, "split_groups", "dense", split | {"ac": {"group_size": 2}}),
         Case(2, "split_parts", "dense", split | {"ac": {"mode": "selective", "targets": ("attn_proj", "mlp", "norm")}}),
         Case(2, "split", "moe", split | {"ep": 1}),
         Case(2, "split_ep", "moe", split | {"ep": 2}),

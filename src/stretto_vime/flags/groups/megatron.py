@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
+from stretto_vime.flags.flag import Flag, Setting, Values, attribute_of, copies, equal, noted, part, refused, sets
 from stretto_vime.flags.mesh import EXPERTS, axes, splits_tokens
 from stretto_vime.flags.shape import SHAPES, has_tower
 
+HOW = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+RECOMPUTED = tuple(map(attribute_of, HOW))
 NO_MEGATRON = "stretto does not use Megatron-LM"
 NOT_SPLIT = "Every rank has all layers; their weights are sharded over all ranks, and results are the same."
 NO_DISK = (
@@ -169,14 +172,19 @@ def settings(flags: Values) -> Iterator[Setting]:
         yield Setting("model.fp8", True, ("--fp8-format", "--fp8-recipe"))
     if flags.moe_router_enable_expert_bias and flags.moe_router_bias_update_rate:
         yield from flags.settings("--moe-router-bias-update-rate")
-    if flags.recompute_granularity is None:
+    values = {name: getattr(flags, name) for name in RECOMPUTED}
+    yield from recomputed(values, flags.pipeline_model_parallel_size, "model.ac", HOW)
+
+
+def recomputed(values: Mapping[str, Any], stages: int, at: str, sources: tuple[str, ...]) -> Iterator[Setting]:
+    """What a network computes again in its backward pass, by the values of RECOMPUTED."""
+    granularity, method, num = (values[name] for name in RECOMPUTED)
+    if granularity is None:
         return
-    yield from flags.settings("--recompute-granularity")
-    if flags.recompute_granularity == "selective":
-        yield Setting("model.ac.targets", ["norm", "attn_proj"], ("--recompute-granularity",))
-        return
-    num, sources = flags.recompute_num_layers, ("--recompute-method", "--recompute-num-layers")
-    if flags.recompute_method == "block":
-        yield Setting("model.ac.num_blocks", (num or 1) * flags.pipeline_model_parallel_size, sources)
-    elif flags.recompute_method == "uniform" and num is not None:
-        yield Setting("model.ac.group_size", num, sources)
+    yield Setting(f"{at}.mode", granularity, sources[:1])
+    if granularity == "selective":
+        yield Setting(f"{at}.targets", ["norm", "attn_proj"], sources[:1])
+    elif method == "block":
+        yield Setting(f"{at}.num_blocks", (num or 1) * stages, sources[-2:])
+    elif method == "uniform" and num is not None:
+        yield Setting(f"{at}.group_size", num, sources[-2:])
