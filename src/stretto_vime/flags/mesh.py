@@ -101,5 +101,5 @@ def notes(flags: Values) -> Iterator[str]:
             f"{flags.typed('--expert-tensor-parallel-size')}: an expert is whole on its rank, and {found.ep} ranks "
             "(EP x ETP) have different experts; results are the same"
         )
-    if flags.sequence_parallel and found.tp == 1:
-        yield f"{flags.typed('--sequence-parallel')} does nothing without ranks of TP, and here there are none"
+    if flags.sequence_parallel and tp == 1:
+        yield f"{flags.typed('--sequence-parallel')} does nothing with {flags.typed('--tensor-model-parallel-size')}"

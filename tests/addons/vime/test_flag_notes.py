@@ -33,7 +33,8 @@ NOTED = {
     "ranks of experts that are all": (
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4",
         "", {"model.ep": 4, "model.tp": 2, "model.sequence_parallel": True}),
-    "tokens that nobody shares": ("--sequence-parallel", "--sequence-parallel does nothing without ranks of TP",
+    "tokens that nobody shares": (
+        "--sequence-parallel", "--sequence-parallel does nothing with --tensor-model-parallel-size 1 (the",
         {"model.sequence_parallel": False}),
     "stages": ("--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 17",
         "--pipeline-model-parallel-size 2: every rank has all layers", {"model.tp": 1}),
