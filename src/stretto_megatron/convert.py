@@ -74,10 +74,9 @@ def to_hugging_face(source: Path, model: Path, target: Path, *, step: int | None
     for number, part in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if files[1:] else "model.safetensors"
         places |= {entry.name: name for entry in part}
-        writer = StreamWriter(partial / name, part)
-        for entry in part:
-            writer.add(tensors[entry.name][tuple(slice(0, size) for size in entry.shape)])
-        writer.close()
+        with StreamWriter(partial / name, part) as writer:
+            for entry in part:
+                writer.add(tensors[entry.name][tuple(slice(0, size) for size in entry.shape)])
     if files[1:]:
         hub.write_index(partial, places, sum(entry.num_bytes for entry in entries))
     partial.rename(target)

@@ -23,7 +23,7 @@ from stretto_megatron.places import find_iteration, is_megatron
 CASES = Path(__file__).parents[2] / "cases" / "megatron"
 KINDS = (
     "dense.torch_dist", "moe.torch_dist", "glm4_moe.torch_dist", "deepseek_v3.torch_dist", "dense.torch_tp2",
-    "moe.torch_ep2", "gpt_oss.torch_dist", "glm_moe_dsa.torch_dist",
+    "moe.torch_ep2", "gpt_oss.torch_dist", "glm_moe_dsa.torch_dist", "gpt_oss.torch_tp2_ep2",
 )  # fmt: skip
 
 
