@@ -84,6 +84,7 @@ def test_a_kill_in_the_middle_changes_no_bit(model: Path, tmp_path: Path) -> Non
 @pytest.mark.heavy
 def test_a_run_is_played_again_from_one_of_its_checkpoints(model: Path, tmp_path: Path) -> None:
     first = play(tmp_path / "first", delayed(model, 2))
-    again = play(tmp_path / "again", delayed(model, 2), "--resume.dir", str(tmp_path / "first" / "run"), "--resume.step", "3")
+    again = play(
+        tmp_path / "again", delayed(model, 2), "--resume.dir", str(tmp_path / "first" / "run"), "--resume.step", "3"
+    )
     assert weights(again)[3:] == weights(first)[3:]
-
