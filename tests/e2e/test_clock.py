@@ -44,7 +44,7 @@ def play(directory: Path, settings: dict[str, Any], *words: str) -> Ended:
 
 
 def weights(run: Ended) -> list[bytes]:
-    """Of each step; b"" for one that another run has trained."""
+    """Those of each step; b"" for one that another run has trained."""
     steps = range(1, NUM_STEPS + 1)
     return [run.weights(step) if run.run.weights_step(step).exists() else b"" for step in steps]
 
