@@ -1,12 +1,12 @@
 """Does a student become its teacher? Distillation of tiny models over several seeds.
 
 A teacher learns sort-letters by supervised fine-tuning; students that have seen less of it, each from a seed of its
-own, are then trained with `opd` (their own rollouts, scored by the teacher), `sft` (the teacher's rollouts) and
-`grpo` (rewards, for comparison), by `stretto rl`, which starts the teacher's engine. The students of `opsd`
-(themselves, shown the answer) have learned to copy an answer that they are shown, and little else. Reported: the
-teacher's KL and the held-out reward, before and after.
+own, are then trained with `opd` (their own rollouts, scored by the teacher: the sampled tokens, or its 8 likeliest
+besides, by either divergence), `sft` (the teacher's rollouts) and `grpo` (rewards, for comparison), by `stretto rl`,
+which starts the teacher's engine. The students of `opsd` (themselves, shown the answer) have learned to copy an answer
+that they are shown, and little else. Reported: the teacher's KL and the held-out reward, before and after.
 
-    python benchmarks/distillation.py [--quick]
+    python benchmarks/distillation.py [--quick] [--algos opd opd-reverse opd-forward]
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "src"
 LETTERS = 4
 TEACHER_STEPS, STUDENT_STEPS = 400, 80  # of fine-tuning
-ALGOS = ("opsd", "opd", "sft", "grpo")
+ALGOS = ("opsd", "opd", "opd-reverse", "opd-forward", "sft", "grpo")
+TOP_K = 8
 SORT = {"id": "sort-letters", "args": {"num_letters": LETTERS}}
 SHOWN = {"id": "distillation_env:ShownLetters", "args": {"num_letters": LETTERS, "shown": 9}}
 SHOWN_STEPS = 300
@@ -36,9 +37,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, opd alone, few steps")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--algos", nargs="+", choices=ALGOS, default=ALGOS)
     args = parser.parse_args()
     seeds, steps = (1, 12) if args.quick else (args.seeds, args.steps)
-    algos = ("opd",) if args.quick else ALGOS
+    algos = ("opd",) if args.quick else args.algos
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -78,15 +80,17 @@ def warm_up(directory: Path, steps: int, seed: int, env: dict[str, Any] | None =
 
 def distil(directory: Path, algo: str, student: Path, teacher: Path, seed: int, steps: int) -> dict[str, Any]:
     """One run; where it began and where it ended."""
+    kind, _, divergence = algo.partition("-")
+    several = {"top_k": TOP_K, "divergence": divergence} if divergence else {}
     orchestrator: dict[str, Any] = {
         "batch_size": 128,
         "group_size": 4,
-        "algo": {"type": algo},
+        "algo": {"type": kind} | several,
         "train": {"sampling": {"max_completion_tokens": LETTERS + 2}},
         "env": [SORT],
         "eval": {"num_examples": 256, "greedy": False},
     }
-    if algo in ("opd", "sft"):
+    if kind in ("opd", "sft"):
         orchestrator["teacher"] = {"model": str(teacher)}
     if algo == "opsd":
         orchestrator["algo"] |= {"template": "{demonstration}"}

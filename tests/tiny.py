@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from stretto.base.paths import RunDir
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models.decoder import Decoder
 from stretto.models.hub import random_model
+from stretto.records.alternatives import Alternatives
 from stretto.records.sample import MicroBatch
 from stretto.trainer.learner import Learner
 from stretto.trainer.state.checkpoint import Saver
@@ -88,3 +90,35 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
 def save_checkpoint(run: RunDir, learner: Learner, cursor: dict | None = None) -> None:
     """Write the trainer's half of a checkpoint and wait for it; every rank must call it."""
     Saver(run, is_async=False, on_written=lambda step: None).save(learner, cursor)
+
+
+def with_streams(mb, seed=0):
+    """Per-token weights of all three components, also outside the loss mask; alternatives for half of ref_kl."""
+    rng = np.random.default_rng(seed)
+    firsts = np.zeros(len(mb.token_ids), dtype=bool)
+    firsts[mb.cu_seqlens[:-1]] = True
+    sparse = lambda: np.where(firsts | (rng.random(len(firsts)) < 0.5), 0, rng.random(len(firsts))).astype(np.float32)
+    ref_kl = sparse()
+    return replace(
+        mb,
+        rl_weights=sparse(),
+        ce_weights=sparse(),
+        ref_kl_weights=ref_kl,
+        ref_logprobs=-rng.random(len(firsts)).astype(np.float32),
+        alternatives=some_alternatives(np.flatnonzero(ref_kl)[::2], rng),
+    )
+
+
+def some_alternatives(positions, rng, vocab=VOCAB, teachers=2, most=3):
+    """Two teachers' likeliest tokens at these positions; some have fewer."""
+    shape = (len(positions), teachers, most)
+    ids = np.stack([rng.permutation(vocab)[: teachers * most] for _ in positions]).reshape(shape).astype(np.int32)
+    ids[:, :, -1][rng.random(shape[:2]) < 0.3] = -1
+    shares = rng.random(shape) / most
+    return Alternatives(
+        positions=positions.astype(np.int32),
+        ids=ids,
+        logprobs=np.where(ids < 0, 0, np.log(shares)).astype(np.float32),
+        weights=np.tile(np.array([0.25, 0.75], np.float32), (len(positions), 1)),
+        is_forward=rng.random(len(positions)) < 0.5,
+    )

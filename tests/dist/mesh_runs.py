@@ -19,7 +19,7 @@ from cases.mixers import MIXER_CASES
 from cases.vision import build_vision_policy, image_batches
 from msgspec.structs import replace
 from ranks import gather_anything
-from tiny import VOCAB, build_policy, documents, pack
+from tiny import VOCAB, build_policy, documents, pack, with_streams
 
 from stretto.config.sections.algorithm import GaeAdvantages
 from stretto.config.sections.model import LoRASection, ModelSection, VisionSection
@@ -139,6 +139,9 @@ def _cases() -> list[Case]:
         Case(2, "ulysses", "cut", {"cp": 2}),
         Case(2, "ring", "cut", {"cp": 2, "cp_style": "ring"}),
         Case(4, "tp_ulysses", "untied", {"tp": 2, "cp": 2}),
+        Case(2, "tp", "taught", {"tp": 2}),
+        Case(2, "ulysses", "taught", {"cp": 2}),
+        Case(2, "ring", "taught", {"cp": 2, "cp_style": "ring"}),
         Case(2, "fsdp", "ppo"),
         Case(2, "ring", "ppo", {"cp": 2, "cp_style": "ring"}),
         Case(4, "hsdp_tp", "ppo", {"dp_replicate": 2, "tp": 2}),
@@ -254,7 +257,7 @@ QUICK = frozenset(
     2-fsdp-dense 2-no_reshard-dense
     2-fsdp-moe 2-ep-moe 2-ep_ulysses-replay 2-tp-replay 2-tp-bias 2-ring-cut
     2-ulysses_ac-dense 2-tp_parts-dense 2-ep_experts-moe 2-ep-lora_moe 2-tp-lora 2-fsdp-fp8
-    2-tp-muon 2-ep-muon_moe 2-fsdp-ppo 2-ep-gpt_oss 2-ring-gpt_oss 2-ulysses-laguna
+    2-ring-taught 2-tp-muon 2-ep-muon_moe 2-fsdp-ppo 2-ep-gpt_oss 2-ring-gpt_oss 2-ulysses-laguna
     2-fsdp-vision 2-fsdp-vision_frozen 2-ring-vision 2-ep-vision_moe
     2-ep-qwen3_5_moe_text 2-ulysses-qwen3_5_text 2-ring-deepseek_v3 2-ring_indexer-trained_index
     4-ep_ring_ac-glm_moe_dsa-shared-choices-biases
@@ -284,6 +287,8 @@ def batches(kind: str) -> list[list]:
         if kind == "cut":
             rng = np.random.default_rng(step)
             micro_batches = [replace(mb, support=_support(rng, mb)) for mb in micro_batches]
+        if kind == "taught":
+            micro_batches = [with_streams(mb, seed=step) for mb in micro_batches]
         steps.append(micro_batches)
     return steps
 

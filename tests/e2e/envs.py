@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from pathlib import Path
 from zlib import crc32
@@ -132,16 +133,33 @@ class Dialogue:
         for turn in range(3):
             while self.gate is not None and not is_free and turn == held_turn and not self.gate.exists():
                 await asyncio.sleep(0.01)
+            await self.pause()
             reply = await ctx.chat(messages, **self._length("".join(texts)))
             texts.append(reply.text)
             messages = [*messages, reply.message, {"role": "user", "content": "and then"}]
         return RolloutResult(reward=Vowels().score(task, "".join(texts)))
+
+    async def pause(self) -> None:
+        """Before each turn."""
 
     def _length(self, said: str) -> dict[str, int]:
         if self.max_tokens is None:
             return {}
         shortest = self.max_tokens // 2
         return {"max_tokens": shortest + crc32(said.encode()) % (self.max_tokens - shortest)}
+
+
+class Delayed(Dialogue):
+    """Waits before each turn, never twice the same: turns meet others in the engine than in another run."""
+
+    name = "delayed"
+
+    def __init__(self, most_s: float = 0.05) -> None:
+        super().__init__(max_tokens=12)
+        self.most_s = most_s
+
+    async def pause(self) -> None:
+        await asyncio.sleep(self.most_s * secrets.randbelow(1000) / 1000)
 
 
 class VowelTurns(MultiTurnEnv):

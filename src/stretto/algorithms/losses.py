@@ -20,7 +20,18 @@ from torch import Tensor
 from stretto.algorithms import kl
 from stretto.algorithms.correction import correct_weights, needs_sample_index
 from stretto.algorithms.custom import LossInputs, custom_loss
-from stretto.algorithms.policy_loss import PolicyLoss, cispo, dppo_kl, gspo, ipo, ppo, ref_kl, reinforce
+from stretto.algorithms.policy_loss import (
+    AlternativeTokens,
+    PolicyLoss,
+    alternatives_kl,
+    cispo,
+    dppo_kl,
+    gspo,
+    ipo,
+    ppo,
+    ref_kl,
+    reinforce,
+)
 from stretto.algorithms.sample_index import SampleIndex
 from stretto.config.sections.algorithm import CustomLoss, LossSection
 from stretto.records.token_counts import TokenCounts
@@ -43,6 +54,8 @@ class TokenStreams:
     ce_weights: Float[Tensor, " tokens"] | None = None
     ref_kl_weights: Float[Tensor, " tokens"] | None = None
     ref_logprobs: Float[Tensor, " tokens"] | None = None
+    alternatives: AlternativeTokens | None = None
+    """What teachers hold for likeliest, at some of the tokens with ref_kl_weights."""
     old_logprobs: Float[Tensor, " tokens"] | None = None
     """Those of the policy before the step; None if that is the policy of this pass."""
     sample_index: SampleIndex | None = None
@@ -131,13 +144,15 @@ def total_loss(
     *,
     entropy: Float[Tensor, " tokens"] | None = None,
     reference_logprobs: Float[Tensor, " tokens"] | None = None,
+    alternative_logprobs: Float[Tensor, "tokens alternatives"] | None = None,
     user: UserFunctions = UserFunctions(),
 ) -> tuple[Float[Tensor, ""], dict[str, Shaped[Tensor, ""]]]:
     """This micro batch's share of the step's loss, and detached sums for metrics.
 
     The shares of all micro batches and ranks add up to L. The sums are unweighted counts or totals over tokens;
     `max/` entries are maxima, `rl/` entries are over the tokens of the rl component. entropy (with gradient) and
-    reference_logprobs are required if cfg has a coefficient for them.
+    reference_logprobs are required if cfg has a coefficient for them, alternative_logprobs (of their ids, teacher by
+    teacher) if there are alternatives.
     """
     loss = logprobs.new_zeros(())
     sums: dict[str, Tensor] = {}
@@ -153,7 +168,12 @@ def total_loss(
     if streams.ref_kl_weights is not None:
         assert streams.ref_logprobs is not None, "ref_kl weights without ref_logprobs"
         distilled = ref_kl(logprobs, streams.behavior_logprobs, streams.ref_logprobs)
-        loss = loss + weighted_sum(distilled.loss, streams.ref_kl_weights) / max(counts.ref_kl, 1)
+        token_losses, alternatives = distilled.loss, streams.alternatives
+        if alternatives is not None:
+            assert alternative_logprobs is not None, "alternatives without the policy's log-probabilities"
+            has_any = alternatives.weights.sum(-1) > 0
+            token_losses = torch.where(has_any, alternatives_kl(alternative_logprobs, alternatives), token_losses)
+        loss = loss + weighted_sum(token_losses, streams.ref_kl_weights) / max(counts.ref_kl, 1)
         is_member = streams.ref_kl_weights != 0
         sums["teacher_kl"] = weighted_sum(logprobs.detach() - streams.ref_logprobs, is_member.float())
         sums["ref_kl_tokens"] = is_member.sum()

@@ -21,10 +21,12 @@ from stretto.algorithms.kl import MAX_LOG_RATIO
 from stretto.algorithms.sample_index import SampleIndex
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Int
 
 REF_KL_MASK_LOW = 0.2
 REF_KL_TAU = 1e-3
+SMALLEST_REST = 1e-6
+"""Least probability of all tokens beside the alternatives: 1 minus their sum is rounded to about 1e-7."""
 
 
 class PolicyLoss(NamedTuple):
@@ -162,6 +164,38 @@ NOISE = 1e-3
 def _squared(log_ratio: Tensor) -> Tensor:
     """(log r)^2, and 0 with no gradient where log r is noise: Adam makes full steps of any gradient that is alone."""
     return log_ratio.masked_fill(log_ratio.detach().abs() <= NOISE, 0.0).square()
+
+
+class AlternativeTokens(NamedTuple):
+    """What teachers hold for likeliest at each token; tokens whose weights are 0 have none."""
+
+    ids: Int[Tensor, "tokens teachers alternatives"]
+    """-1: none."""
+    logprobs: Float[Tensor, "tokens teachers alternatives"]
+    weights: Float[Tensor, "tokens teachers"]
+    is_forward: Bool[Tensor, " tokens"]
+
+
+def alternatives_kl(
+    logprobs: Float[Tensor, "tokens flattened"], teachers: AlternativeTokens
+) -> Float[Tensor, " tokens"]:
+    """Distillation on several tokens per position: the divergence to a teacher, with all other tokens as one.
+
+    With p the policy's and t the teacher's probabilities of a teacher's alternatives and of the rest, which is 1 minus
+    their sum, it is sum p log(p / t), or sum t log(t / p) where it is forward; over teachers, the weighted mean. It has
+    a gradient without samples, is never negative, and is 0 only where p = t.
+
+    logprobs: the policy's, of `teachers.ids`, teacher after teacher. Source: generalised knowledge distillation,
+    arXiv:2306.13649 section 3, for the distribution over these tokens and the rest.
+    """
+    is_none = teachers.ids < 0
+    log_p = logprobs.view_as(teachers.logprobs)
+    p, t = (each.exp().masked_fill(is_none, 0.0) for each in (log_p, teachers.logprobs))
+    rest_p, rest_t = ((1 - each.sum(-1)).clamp(min=SMALLEST_REST) for each in (p, t))
+    gap, rest_gap = log_p - teachers.logprobs, rest_p.log() - rest_t.log()
+    reverse = (p * gap).sum(-1) + rest_p * rest_gap
+    forward = -(t * gap).sum(-1) - rest_t * rest_gap
+    return (torch.where(teachers.is_forward[:, None], forward, reverse) * teachers.weights).sum(-1)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

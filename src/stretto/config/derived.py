@@ -16,6 +16,8 @@ from stretto.config.sections.model import ModelSection
 from stretto.config.sections.run import ServiceRunSection
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::1", "::")
+CLOCK_CKPT_INTERVAL = 20
+"""Steps between checkpoints of a deterministic run; those of others are due by the clock."""
 Values = Mapping[str, Any]
 """Given values by dotted path in our spelling."""
 
@@ -161,6 +163,20 @@ def _derive_turns(values: Values) -> dict[str, Any]:
     return {"orchestrator.max_async_level": 0} | sleep
 
 
+def _derive_clock(values: Values) -> dict[str, Any]:
+    """A deterministic run has checkpoints at steps, from which it goes on as it would have."""
+    if values.get("deterministic") not in (True, "true"):
+        return {}
+    found: dict[str, Any] = {"trainer.is_deterministic": True}
+    interval = values.get("ckpt.interval")
+    if values.get("ckpt", {}) is None:
+        return found
+    if interval is None:
+        interval = CLOCK_CKPT_INTERVAL
+        found |= {"ckpt.interval": interval} | ({} if _has(values, "ckpt.keep_last") else {"ckpt.keep_last": 2})
+    return found | {"orchestrator.sync_interval": interval}
+
+
 def _derive_replay(values: Values) -> dict[str, Any]:
     """An engine returns its choices of experts and sampling masks if the trainer replays them."""
     experts = values.get("trainer.enable_router_replay") in (True, "true")
@@ -226,5 +242,5 @@ def _workers(values: Values, key: str, ranks: Any) -> dict[str, Any]:
 DERIVED = (
     _derive_model, _derive_wire, _derive_engine, derive_copies, _derive_infer_nodes, _derive_infer_gpus,
     _derive_client_url, _derive_service, _derive_num_train_workers, _derive_critic_workers, _derive_turns,
-    _derive_replay, _derive_teacher, _derive_whiten,
+    _derive_replay, _derive_teacher, _derive_whiten, _derive_clock,
 )  # fmt: skip

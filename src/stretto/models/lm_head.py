@@ -30,19 +30,19 @@ _CAST_ROWS = 512
 def token_logprobs(
     hidden: Float[Tensor, "tokens dim"],
     output_weight: Float[Tensor, "vocab dim"],
-    targets: Int[Tensor, " tokens"],
+    targets: Int[Tensor, " tokens"] | Int[Tensor, "tokens targets"],
     temperatures: Float[Tensor, " tokens"],
     chunk: int,
     *,
     entropy_grad: bool = False,
     support: Support | None = None,
     cap: float | None = None,
-) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Per token, log p(target) and the entropy, both float32 in nats.
+) -> tuple[Float[Tensor, " tokens"] | Float[Tensor, "tokens targets"], Float[Tensor, " tokens"]]:
+    """Per token, log p(target) of its target, or of each of its targets, and the entropy, all float32 in nats.
 
     p is softmax(hidden @ output_weight.T / temperatures); cap: of `head_logits`. The entropy has a gradient only with
     entropy_grad. `chunk` tokens are computed at a time, or all if they have few logits (MAX_SAVED_LOGITS). support: the
-    softmax of a token is over its support and the target only.
+    softmax of a token is over its support and its targets only.
     """
     return _TokenLogprobs.apply(hidden, output_weight, targets, temperatures, chunk, entropy_grad, support, cap)
 
@@ -97,10 +97,11 @@ class _TokenLogprobs(torch.autograd.Function):
         cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
-        logprobs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
+        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        entropy = logprobs.new_empty(tokens)
         ctx.chunk, ctx.support, ctx.cap = chunk, support, cap
-        ctx.kernels = find_gpu_kernels() if hidden.is_cuda and support is None and cap is None else None
+        is_plain = support is None and cap is None and targets.ndim == 1
+        ctx.kernels = find_gpu_kernels() if hidden.is_cuda and is_plain else None
         if ctx.kernels is not None:
             norms = torch.empty_like(logprobs)
             for rows in _chunks(tokens, chunk):
@@ -116,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _chunks(tokens, ctx.chunk):
             logits = _scaled_logits(hidden, weight, targets, temperatures, support, rows, cap)
             normalised = logits.sub_(torch.logsumexp(logits, dim=-1, keepdim=True))
-            logprobs[rows] = normalised.gather(1, targets[rows, None]).squeeze(1)
+            logprobs[rows] = normalised.gather(1, _columns(targets[rows])).view_as(logprobs[rows])
             probs = normalised.exp()
             entropy[rows] = torch.linalg.vecdot(probs, normalised).neg_()
         saved_entropy = entropy if entropy_grad else None
@@ -156,9 +157,9 @@ def _logit_gradients(ctx: Any, rows: slice, grad: Tensor, grad_entropy: Tensor) 
         logits = _scaled_logits(hidden, weight, all_targets, all_temperatures, ctx.support, rows, ctx.cap)
         probs = logits.softmax(dim=-1)
     # d logprob / d logits = (onehot - p) / temperature
-    scale = grad / temperatures
-    d_logits = probs * -scale[:, None]
-    d_logits.scatter_add_(1, targets[:, None], scale[:, None])
+    scales = _columns(grad) / temperatures[:, None]
+    d_logits = probs * -scales.sum(1, keepdim=True)
+    d_logits.scatter_add_(1, _columns(targets), scales)
     if entropy is not None:
         # d entropy / d logits = -p (log p + entropy) / temperature, which is 0 where p is 0
         scale = grad_entropy[rows] / temperatures
@@ -191,8 +192,13 @@ def _scaled_logits(
     ids = torch.from_numpy(part.ids.astype(np.int64)).to(logits.device)
     is_cut = torch.from_numpy(part.sizes > 0).to(logits.device)[:, None].repeat(1, logits.shape[1])
     is_cut[owners, ids] = False
-    is_cut.scatter_(1, targets[rows, None], False)
+    is_cut.scatter_(1, _columns(targets[rows]), False)
     return logits.masked_fill_(is_cut, MASKED_LOGIT)
+
+
+def _columns(values: Tensor) -> Tensor:
+    """[tokens] as [tokens, 1]; several columns as they are."""
+    return values[:, None] if values.ndim == 1 else values
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:

@@ -23,6 +23,7 @@ import numpy as np
 
 from stretto.algorithms.credit import whiten
 from stretto.base.errors import DataError
+from stretto.records.alternatives import concat_alternatives
 from stretto.records.rollout import Branch, Group, Rollout
 from stretto.records.row_packing import first_fit_decreasing
 from stretto.records.sample import ImageFields, MicroBatch, TrainBatch, TrainSample, images_by_document
@@ -190,6 +191,7 @@ def distillation_streams(
             "rl_weights": zeros,
             "ref_kl_weights": loss_mask.astype(np.float32),
             "ref_logprobs": branch.ref_logprobs,
+            "alternatives": branch.alternatives,
         }
     streams = {"ce_weights": branch.ce_weights}
     return streams if has_advantage else streams | {"rl_weights": zeros}
@@ -386,6 +388,7 @@ def to_micro_batch(
         rollout_tokens=tuple(totals[_rollout_of(s)] for s in samples),
         routed_experts=_merge_expert_choices(samples),
         support=_merge_supports(samples, lengths),
+        alternatives=concat_alternatives([s.alternatives for s in samples], lengths),
         **(images_by_document([s.images for s in samples]) if any(s.images for s in samples) else NO_IMAGES),
     )
     return msgspec.structs.replace(row, **columns)

@@ -355,5 +355,11 @@ def _with_advantage(train: TrainSample, advantage: float) -> TrainSample:
 def _without_streams(train: TrainSample) -> TrainSample:
     """The sample without the streams that no longer fit its tokens."""
     return msgspec.structs.replace(
-        train, routed_experts=None, rl_weights=None, ce_weights=None, ref_kl_weights=None, ref_logprobs=None
+        train,
+        routed_experts=None,
+        rl_weights=None,
+        ce_weights=None,
+        ref_kl_weights=None,
+        ref_logprobs=None,
+        alternatives=None,
     )

@@ -236,7 +236,7 @@ def build_loop(
     limits = Limits(kept.keep_steps, kept.keep_bytes, kept.keep_samples)
     ledger = Ledger(run_dir, limits=limits, segment_bytes=cfg.ledger.segment_bytes)
     stack.callback(ledger.close)
-    buffer = Buffer(build_bounds(cfg), ledger, next_step=progress.step + 1)
+    buffer = Buffer(build_bounds(cfg, progress.step), ledger, next_step=progress.step + 1)
     curriculum = build_curriculum(cfg, envs, progress)
     mix = TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum.pools)
     vocab_size = vocab_size_of(cfg, renderer)
@@ -367,10 +367,15 @@ def build_teachers(
         algo = cfg.algo_of(env.name)
         engines = wires.teacher_engines.get(env.name, {})
         if isinstance(algo, OpdAlgo):
-            by_env[env.name] = build_scoring(engines)
+            by_env[env.name] = build_scoring(engines, top_k=algo.top_k or 0, is_forward=algo.divergence == "forward")
         elif isinstance(algo, OpsdAlgo):
             context = build_privileged_context(env, algo, renderer, cfg.algo_path(env.name))
-            by_env[env.name] = build_scoring({"policy": (wires.engines, 1.0)}, privileged_context=context)
+            by_env[env.name] = build_scoring(
+                {"policy": (wires.engines, 1.0)},
+                top_k=algo.top_k or 0,
+                is_forward=algo.divergence == "forward",
+                privileged_context=context,
+            )
         elif isinstance(algo, SftAlgo):
             by_env[env.name] = PlayingTeacher(algo.min_reward)
             [(players[env.name], _)] = engines.values()
@@ -435,8 +440,8 @@ def load_rollout_function(cfg: OrchestratorSection, key: str | None) -> UserRoll
     )
 
 
-def build_bounds(cfg: OrchestratorSection) -> Bounds:
-    """The buffer's bounds, from the config."""
+def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
+    """The buffer's bounds, from the config; start: the step after which this incarnation begins."""
     factor = cfg.oversampling_factor
     oversampled = None if factor is None else int(factor * cfg.batch_size)
     limits = [limit for limit in (cfg.max_inflight_rollouts, oversampled) if limit is not None]
@@ -452,6 +457,9 @@ def build_bounds(cfg: OrchestratorSection) -> Bounds:
         oversampling_factor=cfg.oversampling_factor,
         tokens_per_batch=cfg.token_batch_size,
         min_groups=math.ceil(cfg.num_train_workers / cfg.group_size),
+        is_deterministic=cfg.deterministic,
+        sync_interval=cfg.sync_interval,
+        first_version=start,
     )
 
 

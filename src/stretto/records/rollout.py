@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from stretto.records.alternatives import Alternatives
 from stretto.records.generate import VersionSpan
 from stretto.records.images import Image
 from stretto.records.outcomes import Reason
@@ -68,6 +69,8 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     # bool [tokens], tokens that were sampled at temperature 0 and are not trained; None if there are none.
     is_greedy: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None  # float32 [tokens], nats, of a teacher; such a branch is distilled
+    # What teachers hold for likeliest at sampled tokens, for an algo with `top_k`.
+    alternatives: Alternatives | None = None
     ce_weights: np.ndarray | None = None  # float32 [tokens], cross-entropy weights; None = all 0
     trained_from: int | None = None  # oldest version whose tokens are trained, if the rollout was continued
     images: tuple[Image, ...] = ()  # those of the tokens, in the order of their placeholders

@@ -12,6 +12,7 @@ from typing import TypedDict
 import msgspec
 import numpy as np
 
+from stretto.records.alternatives import Alternatives
 from stretto.records.images import Image
 from stretto.records.support import Support
 
@@ -37,6 +38,7 @@ class TrainSample(msgspec.Struct, frozen=True, kw_only=True):
     ce_weights: np.ndarray | None = None
     ref_kl_weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
+    alternatives: Alternatives | None = None  # what teachers hold for likeliest, at tokens with ref_kl_weights
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
     support: Support | None = None  # the tokens that each token was drawn from; None: all tokens
     images: tuple[Image, ...] = ()  # in the order of their placeholders
@@ -63,6 +65,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     ce_weights: np.ndarray | None = None
     ref_kl_weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
+    alternatives: Alternatives | None = None  # what teachers hold for likeliest, at tokens with ref_kl_weights
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [tokens, layers, top_k]
     support: Support | None = None  # the tokens that each token was drawn from; None: all tokens
     images: tuple[Image, ...] = ()  # in the order of their placeholders; equal ones share their patches

@@ -227,7 +227,12 @@ class Learner:
                 continue
             mb = micro_batches[index]
             user, logits = self.user, list[Tensor]()
-            logprobs, entropy = self._logprobs(inputs, entropy_grad=self._loss.entropy_coef is not None, logits=logits)
+            logprobs, entropy = self._logprobs(
+                inputs, entropy_grad=self._loss.entropy_coef is not None, with_alternatives=True, logits=logits
+            )
+            alternatives = None
+            if logprobs.ndim == 2:
+                logprobs, alternatives = logprobs[:, 0], logprobs[:, 1:]
             if user.loss is not None:
                 user = replace(user, loss=partial(user.loss, mb, inputs.sources, *logits))
             inputs = replace(inputs, streams=inputs.streams.filled_in(logprobs))
@@ -238,6 +243,7 @@ class Learner:
                 self._loss,
                 entropy=entropy,
                 reference_logprobs=self._reference_logprobs(inputs),
+                alternative_logprobs=alternatives,
                 user=user,
             )
             loss.backward()
@@ -461,10 +467,12 @@ class Learner:
         *,
         entropy_grad: bool = False,
         is_measured: bool = True,
+        with_alternatives: bool = False,
         logits: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of every trained token under a policy (None: the trained one).
 
+        with_alternatives: those of its alternatives follow, if it has any.
         logits: a list to which the trained tokens' logits, float32 [trained, vocab], are appended for a user's loss.
         """
         is_measured = is_measured and torch.is_grad_enabled()
@@ -480,6 +488,7 @@ class Learner:
             self._model,
             routing=routing,
             entropy_grad=entropy_grad,
+            with_alternatives=with_alternatives,
             logits=logits,
         )
         if routing is not None and routers is not None and is_measured:

@@ -21,6 +21,7 @@ from stretto.algorithms.advantages import discounted_returns, gae, token_rewards
 from stretto.algorithms.credit import whiten
 from stretto.config.sections.algorithm import Advantages, GaeAdvantages, ReturnsAdvantages
 from stretto.config.sections.trainer import TrainerSection
+from stretto.records.alternatives import concat_alternatives
 from stretto.records.row_packing import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
 from stretto.records.support import concat_supports
@@ -256,6 +257,10 @@ def _merge_documents(samples: Sequence[tuple[MicroBatch, int]]) -> MicroBatch:
         None if mb.support is None else mb.support.part(place.start, place.stop)
         for (mb, _), place in zip(samples, places)
     ]
+    alternatives = [
+        None if mb.alternatives is None else mb.alternatives.part(place.start, place.stop)
+        for (mb, _), place in zip(samples, places)
+    ]
     streams = {}
     for name in STREAMS:
         parts = [getattr(mb, name) for mb, _ in samples]
@@ -274,6 +279,7 @@ def _merge_documents(samples: Sequence[tuple[MicroBatch, int]]) -> MicroBatch:
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
         sample_ids=tuple(mb.sample_ids[d] for mb, d in samples),
         support=concat_supports(supports, lengths),
+        alternatives=concat_alternatives(alternatives, lengths),
         envs=tuple(mb.envs[d] for mb, d in samples),
         **images_by_document([mb.images_of(d) for mb, d in samples]),
         rollout_tokens=tuple(mb.rollout_tokens[d] for mb, d in samples if mb.rollout_tokens),
@@ -281,9 +287,6 @@ def _merge_documents(samples: Sequence[tuple[MicroBatch, int]]) -> MicroBatch:
     )
 
 
-STREAMS = tuple(
-    name
-    for name in MicroBatch.__struct_fields__
-    if name not in ("cu_seqlens", "sample_ids", "envs", "rollout_tokens", "support", "images", "num_images")
-)
+NO_STREAMS = {"cu_seqlens", "sample_ids", "envs", "rollout_tokens", "support", "alternatives", "images", "num_images"}
+STREAMS = tuple(name for name in MicroBatch.__struct_fields__ if name not in NO_STREAMS)
 """Fields of a micro batch that are arrays with one entry per token."""

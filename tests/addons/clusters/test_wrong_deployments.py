@@ -23,6 +23,8 @@ from stretto.check import nodes as node_checks
 from stretto.launch.run import rl
 from stretto_clusters.slurm.script import TEMPLATE
 
+pytest.importorskip("stretto_broadcast")  # weights of runs on several nodes
+
 HEAD = '[model]\nname = "{model}"\n[[orchestrator.env]]\nid = "sort-letters"\n[run]\nname = "r"\n'
 WIDE = '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\nnum_infer_replicas = 2\n'
 SFT = 'max_steps = 2\n[model]\nscratch = {}\n[data]\ntype = "environment"\nid = "sort-letters"\n[run]\nname = "r"\n'

@@ -14,6 +14,7 @@ import pytest
 from stretto.cli import main
 from stretto_plan.shapes import KNOWN
 
+pytest.importorskip("stretto_prime")  # whose words these examples are written in
 GLM_5 = "examples/glm5_llmd/rl.toml"
 
 

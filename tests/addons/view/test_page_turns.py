@@ -24,6 +24,7 @@ def sorting(prompt: str, rng: random.Random, version: int) -> str:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("stretto_games")
     cfg = config(
         tmp_path_factory.mktemp("runs"),
         env=[{"id": "alphabet-sort", "args": {"num_turns": 2, "scores_turns": True}}],

@@ -9,9 +9,11 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from stretto.algorithms import policy_loss
 from stretto.algorithms.losses import POLICY_LOSSES, TokenCounts, TokenStreams, needs_samples, total_loss
+from stretto.algorithms.policy_loss import AlternativeTokens, alternatives_kl
 from stretto.algorithms.sample_index import SampleIndex
 from stretto.config.sections import algorithm
 from stretto.config.sections.algorithm import CispoLoss, DefaultLoss, GspoLoss, IpoLoss, PpoLoss, ReinforceLoss
@@ -254,3 +256,80 @@ def test_distillation_with_extreme_ratios_is_finite_and_drops_are_held_by_the_sq
     log_ratio = (logprobs - q).detach()
     assert policy.loss[3] == policy_loss.REF_KL_TAU * log_ratio[3].square()
     assert grad[3] == 2 * policy_loss.REF_KL_TAU * log_ratio[3]
+
+
+# -- distillation on several tokens of a position --
+
+
+def teachers_of(seed, tokens=12, vocab=9, num_teachers=2, most=3):
+    """Log-probabilities of a policy over a small vocabulary, and alternatives of teachers, as tensors of float64."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(tokens, vocab)) * 2
+    ids = np.stack([[rng.permutation(vocab)[:most] for _ in range(num_teachers)] for _ in range(tokens)])
+    every = F.log_softmax(torch.from_numpy(rng.normal(size=(tokens, num_teachers, vocab)) * 2), -1)
+    logprobs = every.gather(2, torch.from_numpy(ids))
+    ids[:, :, -1][rng.random((tokens, num_teachers)) < 0.4] = -1
+    weights = torch.from_numpy(rng.dirichlet(np.ones(num_teachers), tokens))
+    is_forward = torch.from_numpy(rng.random(tokens) < 0.5)
+    return torch.from_numpy(logits), AlternativeTokens(torch.from_numpy(ids), logprobs, weights, is_forward)
+
+
+def of_ids(logits, teachers):
+    return F.log_softmax(logits, -1).gather(1, teachers.ids.flatten(1).clamp(min=0))
+
+
+def slow_divergence(log_p, teachers, t):
+    """One position: probabilities of a teacher's tokens and of one more token that is all others."""
+    total = 0.0
+    for teacher, weight in enumerate(teachers.weights[t].tolist()):
+        pairs = [
+            (math.exp(log_p[token]), math.exp(teachers.logprobs[t, teacher, column]))
+            for column, token in enumerate(teachers.ids[t, teacher].tolist())
+            if token >= 0
+        ]
+        rest = [1 - sum(each) for each in zip(*pairs)]
+        pairs.append((rest[0], rest[1]))
+        if teachers.is_forward[t]:
+            pairs = [(theirs, ours) for ours, theirs in pairs]
+        total += weight * sum(a * math.log(a / b) for a, b in pairs)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_divergence_to_teachers_is_that_over_their_tokens_and_the_rest(seed):
+    logits, teachers = teachers_of(seed)
+    found = alternatives_kl(of_ids(logits, teachers), teachers)
+    log_p = F.log_softmax(logits, -1)
+    expected = [slow_divergence(log_p[t].tolist(), teachers, t) for t in range(len(log_p))]
+    assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert min(found.tolist()) > 0
+    assert torch.autograd.gradcheck(
+        lambda x: alternatives_kl(of_ids(x, teachers), teachers), logits.requires_grad_(), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("is_forward", [False, True])
+def test_the_divergence_over_all_tokens_is_the_whole_one_and_nothing_at_the_teacher(is_forward):
+    ours, theirs = (F.log_softmax(torch.randn(5, 7, dtype=torch.float64), -1) for _ in range(2))
+    teachers = AlternativeTokens(
+        torch.arange(6).expand(5, 1, 6), theirs[:, None, :6], torch.ones(5, 1), torch.full((5,), is_forward)
+    )
+    first, second = (theirs, ours) if is_forward else (ours, theirs)
+    whole = (first.exp() * (first - second)).sum(-1)
+    torch.testing.assert_close(alternatives_kl(ours[:, :6], teachers), whole)
+    at_teacher = theirs[:, :6].clone().requires_grad_()
+    loss = alternatives_kl(at_teacher, teachers)
+    loss.sum().backward()
+    torch.testing.assert_close(loss, torch.zeros_like(loss))
+    assert float(at_teacher.grad.abs().max()) < 1e-9
+
+
+def test_a_token_that_the_policy_rules_out_has_a_finite_divergence():
+    sure = torch.tensor([[0.0, -1e4]], dtype=torch.float32, requires_grad=True)
+    for is_forward in (False, True):
+        teachers = AlternativeTokens(
+            torch.tensor([[[0, 1]]]), torch.tensor([[[-3.0, -0.1]]]), torch.ones(1, 1), torch.tensor([is_forward])
+        )
+        loss = alternatives_kl(sure, teachers)
+        loss.sum().backward()
+        assert loss.isfinite().all() and sure.grad.isfinite().all()

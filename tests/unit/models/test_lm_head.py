@@ -16,7 +16,8 @@ def naive(hidden, weight, targets, temperatures):
     """Every logit at once."""
     logits = (hidden @ weight.T).float() / temperatures[:, None]
     logprobs = F.log_softmax(logits, dim=-1)
-    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
+    found = logprobs.gather(1, targets.view(TOKENS, -1)).view_as(targets)
+    return found, -(logprobs.exp() * logprobs).sum(-1)
 
 
 def case(dtype=torch.float32, seed=0):
@@ -47,6 +48,23 @@ def test_fused_equals_naive_with_gradients(keeps_probabilities, chunk):
         results.append((logprobs, entropy, *grads))
     for fused, slow in zip(*results):
         torch.testing.assert_close(fused, slow, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_several_targets_of_a_token_equal_the_naive_ones_with_gradients(keeps_probabilities, chunk):
+    hidden, weight, _, temperatures = case()
+    targets = torch.randint(0, VOCAB, (TOKENS, 4), generator=torch.Generator().manual_seed(1))
+    targets[:, 3] = targets[:, 1]  # the same token twice
+    probe = torch.linspace(-1, 2, TOKENS * 4).view(TOKENS, 4)
+    results = []
+    for logprobs, entropy in (
+        token_logprobs(hidden, weight, targets, temperatures, chunk, entropy_grad=True),
+        naive(hidden, weight, targets, temperatures),
+    ):
+        grads = torch.autograd.grad((logprobs * probe).sum() + entropy.sum(), (hidden, weight))
+        results.append((logprobs, entropy, *grads))
+    for fused, slow in zip(*results):
+        torch.testing.assert_close(fused, slow, atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [5, 64])

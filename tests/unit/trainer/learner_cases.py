@@ -4,28 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 from engine_runs import ask, build_core, run
-from msgspec.structs import replace
 from tiny import build_policy, documents
 
 from stretto.orchestrator.batch import samples_of, to_micro_batch
 from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.records.rollout import Rollout, RolloutStatus, Task
-
-
-def with_streams(mb, seed=0):
-    """Per-token weights of all three components, also outside the loss mask."""
-    rng = np.random.default_rng(seed)
-    firsts = np.zeros(len(mb.token_ids), dtype=bool)
-    firsts[mb.cu_seqlens[:-1]] = True
-    sparse = lambda: np.where(firsts | (rng.random(len(firsts)) < 0.5), 0, rng.random(len(firsts))).astype(np.float32)
-    return replace(
-        mb,
-        rl_weights=sparse(),
-        ce_weights=sparse(),
-        ref_kl_weights=sparse(),
-        ref_logprobs=-rng.random(len(firsts)).astype(np.float32),
-    )
-
 
 PROMPT = np.arange(2, 14, dtype=np.int32)
 

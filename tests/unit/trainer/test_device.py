@@ -13,8 +13,8 @@ import pytest
 import torch
 from device import DeviceTensor, pretended
 from engine_runs import VOCAB, ask, build_core, build_model, run
-from learner_cases import build_moe, sampled, scored, with_streams
-from tiny import build_policy, documents, pack, save_checkpoint
+from learner_cases import build_moe, sampled, scored
+from tiny import build_policy, documents, pack, save_checkpoint, with_streams
 
 from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir

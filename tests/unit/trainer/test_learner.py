@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from learner_cases import with_streams
 from msgspec.structs import replace
-from tiny import VOCAB, build_learner, build_policy, document, documents, gradients, pack
+from tiny import VOCAB, build_learner, build_policy, document, documents, gradients, pack, with_streams
 
 from stretto.algorithms.losses import TokenStreams, total_loss
+from stretto.algorithms.policy_loss import AlternativeTokens
 from stretto.base.errors import ConfigError, DataError, EngineError
 from stretto.config.sections.trainer import (
     AdamWOptim,
@@ -43,9 +43,13 @@ def slow_step(policy, micro_batches, cfg=None):
             temperatures = torch.from_numpy(mb.temperatures[start + 1 : end])
             hidden = policy.hidden(ids, PackedLayout((0, len(ids)), CPU))
             logits = (hidden @ policy.output_weight.T)[:-1] / temperatures[:, None]
-            logprobs = F.log_softmax(logits, -1).gather(1, ids[1:, None]).squeeze(1)
+            every = F.log_softmax(logits, -1)
             streams = slow_streams(mb, slice(start + 1, end))
-            total = total + total_loss(logprobs, streams, counts, cfg or DefaultLoss())[0]
+            others = None
+            if streams.alternatives is not None:
+                others = every.gather(1, streams.alternatives.ids.flatten(1).clamp(min=0))
+            logprobs = every.gather(1, ids[1:, None]).squeeze(1)
+            total = total + total_loss(logprobs, streams, counts, cfg or DefaultLoss(), alternative_logprobs=others)[0]
     policy.zero_grad()
     total.backward()
     grads = {name: p.grad.clone() for name, p in policy.named_parameters()}
@@ -68,7 +72,21 @@ def slow_streams(mb, tokens):
         ce_weights=take(mb.ce_weights),
         ref_kl_weights=take(mb.ref_kl_weights),
         ref_logprobs=take(mb.ref_logprobs),
+        alternatives=slow_alternatives(mb.alternatives, range(tokens.start, tokens.stop)),
     )
+
+
+def slow_alternatives(alternatives, tokens):
+    """Those of these tokens, one by one."""
+    if alternatives is None:
+        return None
+    rows = {int(position): row for row, position in enumerate(alternatives.positions)}
+    columns = []
+    for name in ("ids", "logprobs", "weights", "is_forward"):
+        values = getattr(alternatives, name)
+        empty = np.zeros_like(values[0])
+        columns.append(torch.from_numpy(np.stack([values[rows[t]] if t in rows else empty for t in tokens])))
+    return AlternativeTokens(columns[0].long(), *columns[1:])
 
 
 def assert_close(ours, expected, atol=1e-6):

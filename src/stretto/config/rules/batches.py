@@ -8,10 +8,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stretto.config.derived import LOCAL_HOSTS
+from stretto.config.root import OrchestratorConfig, RLConfig
 from stretto.config.rules.learning import GROUP_BASELINE
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, matching
 from stretto.config.sections.curriculum import DifficultySampler, RangeGate
-from stretto.config.sections.distill import WITHOUT_BEHAVIOR, WITHOUT_REWARD
+from stretto.config.sections.distill import WITHOUT_BEHAVIOR, WITHOUT_REWARD, ScoredAlgo
 from stretto.config.sections.hooks import ENVIRONMENTS
 from stretto.config.sections.orchestrator import (
     ClientSection,
@@ -169,9 +170,13 @@ def sampled_as_trained(s: OrchestratorKeys, at: At) -> Problems:
                 "the model's, so that every ratio of the two is wrong; leave it out, or ban words with bad_words; "
                 "evals and agents that are not trained may have it",
             )
+        has_alternatives = isinstance(algo, ScoredAlgo) and algo.top_k is not None
         for key, value in () if is_learned_as_given else sampling.cuts().items():
             where, most = places[key], at("train.replay.max_tokens")
-            if replay is None:
+            if has_alternatives:
+                rule = f"{algo.type} with top_k also learns tokens that this leaves out; leave out the one or the other"
+                add(where, f"{at(where)}: {rule}")
+            elif replay is None:
                 way = f"leave it out, or add [{at('train.replay').path}], which trains what was sampled"
                 add(where, f"{at(where)}: {WHY_NOT_CUT}; {way}")
             elif key == "top_k" and value > replay.max_tokens:
@@ -334,7 +339,37 @@ def limit_never_reached(s: OrchestratorKeys, at: At) -> Problems:
     )
 
 
+# -- the clock --
+
+
+def clock(c: RLConfig | OrchestratorConfig, at: At) -> Problems:
+    """A deterministic run leaves nothing to the order in which rollouts end."""
+    s, path = (c.orchestrator, "orchestrator.") if isinstance(c, RLConfig) else (c, "")
+    switch = at("deterministic")
+    if not c.deterministic:
+        yield from idle(at, f"{path}sync_interval", "deterministic", "set that")
+        return
+    timed = {
+        "batch_order": s.batch_order == "finished",
+        "token_batch_size": s.token_batch_size is not None,
+        "oversampling_factor": (s.oversampling_factor or 1) > 1,
+        "hooks.rollout_function": s.hooks.rollout_function is not None,
+    }
+    for name in (name for name, is_timed in timed.items() if is_timed):
+        key = at(f"{path}{name}")
+        rule = (
+            f"{key} makes batches of whatever is done first, and {switch} allows no such thing; leave one of them out"
+        )
+        yield Problem((key, switch), rule)
+    service = at("service")
+    if c.service is not None:
+        rule = f"{service.path}: on a service the requests of others decide about its batches, against {switch}"
+        yield Problem((service, switch), f"{rule}; leave one of them out")
+
+
 RULES: Rules = {
+    RLConfig: (clock,),
+    OrchestratorConfig: (clock,),
     ClientSection: (engine_addresses,),
     EvalSection: (env_names,),
     SamplingOverrides: (replies,),

@@ -8,7 +8,7 @@ from stretto.config.root import OrchestratorConfig, RLConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, matching
 from stretto.config.sections import algorithm
 from stretto.config.sections.algorithm import Algo, CreditSection, KlShapingSection, LossSection
-from stretto.config.sections.distill import WITHOUT_REWARD, OpsdAlgo, TaughtAlgo
+from stretto.config.sections.distill import WITHOUT_REWARD, OpsdAlgo, ScoredAlgo, TaughtAlgo
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.trainer import AdamWOptim, TrainerKeys, TrainerSection
 
@@ -307,6 +307,12 @@ def echoed_roles(s: algorithm.EchoAlgo, at: At) -> Problems:
         yield Problem(kind, f"{kind}: no role has a weight, so that it would be grpo; give tool, user or system one")
 
 
+def divergence(s: ScoredAlgo, at: At) -> Problems:
+    """Which divergence to a teacher counts with several tokens."""
+    if s.top_k is None:
+        yield from idle(at, "divergence", "top_k", "give a number of tokens")
+
+
 def demonstration(s: OpsdAlgo, at: At) -> Problems:
     """A template shows its demonstration."""
     key = at("template")
@@ -417,6 +423,7 @@ RULES: Rules = {
     algorithm.OverlongSection: (overlong_buffer,),
     algorithm.HierarchicalGrpoAlgo: (roles,),
     algorithm.EchoAlgo: (echoed_roles,),
+    ScoredAlgo: (divergence,),
     OpsdAlgo: (demonstration,),
     OrchestratorKeys: (used_algos, credit_hooks),
     OrchestratorConfig: (teacher_address,),

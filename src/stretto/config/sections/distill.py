@@ -97,7 +97,18 @@ class TaughtAlgo(Section):
     from all of them: what counts is the weighted mean of their log-probabilities. `sft` takes one."""
 
 
-class OpdAlgo(TaughtAlgo):
+class ScoredAlgo(Section):
+    """Keys of the algos whose teacher scores the policy's rollouts."""
+
+    top_k: int | None = Field(None, ge=1, le=20)
+    """Number of tokens that the teacher holds for likeliest, at each sampled one, from which the policy learns besides
+    it: a gradient without the noise of one sample. None: from the sampled token alone. vLLM gives at most 20."""
+    divergence: Literal["reverse", "forward"] = "reverse"
+    """With top_k, what is made small: `reverse`, KL(policy || teacher), where the policy gives up what the teacher
+    would not say; `forward`, KL(teacher || policy), where it learns all that the teacher would say."""
+
+
+class OpdAlgo(TaughtAlgo, ScoredAlgo):
     """On-policy distillation: the policy's own rollouts, pulled token by token to a teacher.
 
     The reward is reported and not trained on; [trainer.loss] does not touch these tokens.
@@ -106,7 +117,7 @@ class OpdAlgo(TaughtAlgo):
     type: Literal["opd"] = "opd"
 
 
-class OpsdAlgo(Section):
+class OpsdAlgo(ScoredAlgo):
     """On-policy self-distillation: as opd, with the policy itself, which is shown a demonstration, as the teacher.
 
     The reward is reported and not trained on; [trainer.loss] does not touch these tokens.

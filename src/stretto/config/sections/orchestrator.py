@@ -367,6 +367,9 @@ class OrchestratorKeys(Section):
     short samples is small, and a longer sample has a row of its own. None: seq_len."""
     max_async_level: int = Field(1, ge=0)
     """Steps that generation may be ahead of the trained weights; 0 is synchronous."""
+    sync_interval: int | None = Field(None, gt=0)
+    """With `deterministic`: after every so many steps the next batch waits for their weights, so that a run that is
+    resumed there plays what it would have played. `rl` fills it in with ckpt.interval."""
     max_off_policy_steps: int = Field(8, ge=0)
     """Rollouts whose first token is older than this many steps are dropped, as whole groups."""
     concurrency: Concurrency = FixedConcurrency()

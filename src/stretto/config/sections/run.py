@@ -70,6 +70,10 @@ class RunKeys(Section):
     """Longest prompt plus reply, tokens; also the size of a packed row."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything random."""
+    deterministic: bool = False
+    """What is played, by which weights and in which batch follows from draws and steps alone, never from the clock: a
+    run with the same seed has the same bits, whatever the load and the delays of environments. Each batch is played by
+    one version as a whole, and new weights wait for it."""
     rollout_transport: RolloutTransport = ZmqRollouts()
     weight_broadcast: WeightBroadcast = ShmWeights()
     colocate: ColocateSection | None = None

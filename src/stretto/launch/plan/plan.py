@@ -134,7 +134,7 @@ class LaunchPlan:
         on_cpu = {spec.role for spec in processes} - {spec.role for spec in processes if spec.devices}
         parts = {"teacher": "teacher_inference", **{role_of(name): f"models.{name}" for name, _ in started_models(cfg)}}
         check_devices(cfg, {parts.get(role, role) for role in on_cpu})
-        every = (*notes, *loss_notes(cfg))
+        every = (*notes, *loss_notes(cfg), *clock_notes(cfg))
         return cls(run, cfg, engines, tuple(processes), batch, every, tuple(hosts))
 
     def configs(self) -> dict[str, Section]:
@@ -164,6 +164,15 @@ def loss_notes(cfg: RLConfig) -> Iterator[str]:
         yield (
             'trainer.loss.reference_kl.estimator = "k1" does not hold the policy to the reference: its gradient is '
             "zero on average without is_unbiased; k3 and low_var do"
+        )
+
+
+def clock_notes(cfg: RLConfig) -> Iterator[str]:
+    """What `deterministic` cannot do for an engine that is not ours."""
+    if cfg.deterministic and cfg.inference is not None and cfg.inference.engine == "vllm":
+        yield (
+            "deterministic fixes what is asked of vLLM, and when; its numbers are those of a batch of requests unless "
+            'inference.env_vars = { VLLM_BATCH_INVARIANT = "1" }, on GPUs that have such kernels'
         )
 
 

@@ -24,6 +24,11 @@ has yet to start again, so that fast groups are not preferred and long rollouts 
 drawn. With max_async_level = 0 a batch is a function of the rewards alone, because only as many draws are made as
 are needed. Every drop is in the ledger before its slot is free.
 
+If is_deterministic, batches are played one after the other, and each by one version as a whole (`version_of`): draws
+begin once the batch before is shipped and that version is loaded, and the next version is loaded once no batch needs
+this one (`wait_for_turn`). So the draws of a batch are the shortest run of draws that has enough groups with a signal,
+whatever the order in which they end.
+
 With tokens_per_batch a batch ends with the group that brings it to so many tokens. How many groups are drawn for it
 follows from the tokens of those that were played; groups that are left over are in the next batch unless too old.
 """
@@ -146,6 +151,11 @@ class Bounds:
     """Tokens with which a batch is complete before it has groups_per_batch groups; None: groups alone count."""
     min_groups: int = 1
     """Fewest groups of a batch that its tokens complete."""
+    is_deterministic: bool = False
+    sync_interval: int | None = None
+    """Steps after which a deterministic run waits for their weights before it plays on."""
+    first_version: int = 0
+    """The version with which this incarnation of the run begins."""
 
     @property
     def max_steps_ahead(self) -> int:
@@ -161,6 +171,11 @@ class Bounds:
     def max_replaced(self) -> int:
         """Zero-signal groups that are replaced by other draws, per batch."""
         return int((self.max_oversampling - 1) * self.groups_per_batch) if self.filter_zero_signal else 0
+
+    def version_of(self, step: int) -> int:
+        """The version that plays the batch of `step` in a deterministic run: the oldest that is allowed."""
+        synchronised = (step - 1) // self.sync_interval * self.sync_interval if self.sync_interval else 0
+        return max(step - 1 - self.max_steps_ahead, synchronised, self.first_version)
 
     def oldest_version(self, step: int) -> int:
         """The oldest version whose first tokens may be trained at `step`."""
@@ -204,6 +219,10 @@ class Buffer:
         bounds = self.bounds
         if self.is_closed or waiting + self._num_by_state[SlotState.SHIPPED] + num_groups > bounds.num_slots:
             return False
+        if bounds.is_deterministic and (
+            self.version != bounds.version_of(self.next_step) or waiting + num_groups > bounds.groups_per_batch
+        ):
+            return False
         if bounds.tokens_per_batch is not None:
             if self.version < self._needed_version:
                 return False  # a short batch leaves slots free before its weights are there
@@ -215,6 +234,17 @@ class Buffer:
         if bounds.max_steps is not None:
             return waiting < (bounds.max_steps + 1 - self.next_step) * bounds.groups_per_batch
         return True
+
+    async def wait_for_turn(self, version: int) -> None:
+        """Wait until this version may be loaded: in a deterministic run, until no batch needs an earlier one."""
+        if self.bounds.is_deterministic:
+            await self._wait_until(lambda: self.is_closed or self._is_over(version - 1))
+
+    def _is_over(self, version: int) -> bool:
+        """Is every batch of a deterministic run shipped that is played by this version?"""
+        bounds, step = self.bounds, self.next_step
+        are_all_shipped = bounds.max_steps is not None and step > bounds.max_steps
+        return are_all_shipped or version < bounds.first_version or bounds.version_of(step) > version
 
     def limit_running(self, num_groups: int) -> None:
         """Start no group while num_groups run; running groups are not stopped."""

@@ -4,8 +4,8 @@
     opsd   the policy itself does the same, with a demonstration as privileged context
     sft    a frozen teacher plays; its tokens are learned by cross-entropy
 
-The teacher's part is in the rollout (`Branch.ref_logprobs`, `Branch.is_frozen`) before the rollout is in the ledger, so
-a resumed run requests nothing twice. The losses are in algorithms/losses.py (`ref_kl`, `ce`).
+The teacher's part is in the rollout (`Branch.ref_logprobs`, `alternatives`, `is_frozen`) before the rollout is in the
+ledger, so a resumed run requests nothing twice. The losses are in algorithms/losses.py (`ref_kl`, `ce`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from stretto.config.sections.distill import OpsdAlgo
 from stretto.envs.base import Environment, tasks_of
 from stretto.orchestrator.rollout.play import GenerationClient
 from stretto.orchestrator.rollout.player import failed_group
+from stretto.records.alternatives import alternatives_of, join_teachers
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.rollout import Branch, Group, Rollout, Task
 
 if TYPE_CHECKING:
-    from jaxtyping import Float32, Int32
-
-    Scores = Float32[np.ndarray, " tokens"]
+    from jaxtyping import Int32
 
 
 class Awaited(Protocol):
@@ -89,23 +88,29 @@ class ScoringTeacher:
     """One teacher, or several, that score all rollouts of a group at once, and groups concurrently.
 
     The log-probability of several is the weighted mean of theirs: the gradient of the reverse KL divergence to it is
-    the weighted mean of the gradients of those to each of them.
+    the weighted mean of the gradients of those to each of them. With top_k each also gives the tokens that it holds for
+    likeliest at every sampled one.
     """
 
     def __init__(
         self,
         engines: Weighted[GenerationClient],
         *,
+        top_k: int = 0,
+        is_forward: bool = False,
         privileged_context: Callable[[Task], Int32[np.ndarray, " context"]] | None = None,
         max_failures: int = 32,
         image_token_id: int | None = None,
     ) -> None:
-        """privileged_context: tokens before a task's rollouts that only the teacher sees, int32.
+        """top_k: how many of its likeliest tokens a teacher gives; 0: none. is_forward: as in `Alternatives`.
+
+        privileged_context: tokens before a task's rollouts that only the teacher sees, int32.
 
         image_token_id: the placeholder of images, the same for policy and teacher.
         """
         total = sum(weight for _, weight in engines.values())
         self._engines = {name: (engine, weight / total) for name, (engine, weight) in engines.items()}
+        self._top_k, self._is_forward = top_k, is_forward
         self._privileged_context = privileged_context
         self._image_token_id = image_token_id
         self._max_failures, self._failed_in_a_row = max_failures, 0
@@ -143,37 +148,36 @@ class ScoringTeacher:
             )
         )
         size = len(numbered)
-        scores = {name: every[i * size : (i + 1) * size] for i, name in enumerate(self._engines)}
-        branches = tuple(
-            msgspec.structs.replace(branch, ref_logprobs=self._weighted([each[index] for each in scores.values()]))
-            for index, branch in numbered
-        )
+        scored = {name: every[i * size : (i + 1) * size] for i, name in enumerate(self._engines)}
+        branches = tuple(self._merged([of_teacher[index] for of_teacher in scored.values()]) for index, _ in numbered)
         metrics = {**rollout.metrics, "teacher_kl": teacher_kl(branches)}
-        if len(scores) > 1:
-            metrics |= {f"teacher_kl/{name}": teacher_kl(_scored(branches, each)) for name, each in scores.items()}
+        if len(scored) > 1:
+            metrics |= {f"teacher_kl/{name}": teacher_kl(of_teacher) for name, of_teacher in scored.items()}
         return msgspec.structs.replace(rollout, branches=branches, metrics=metrics)
 
-    def _weighted(self, scores: Sequence[Scores | None]) -> Scores | None:
-        """The weighted mean of the teachers' log-probabilities; None for a branch that is not trained."""
-        known = [each for each in scores if each is not None]
-        if len(known) < 2:
-            return known[0] if known else None
-        weights = [weight for _, weight in self._engines.values()]
-        mean: Scores = np.average(np.stack(known), axis=0, weights=weights).astype(np.float32)
-        return mean
+    def _merged(self, scored: Sequence[Branch]) -> Branch:
+        """A branch, given as each teacher has scored it, with the scores of all of them."""
+        scores = [branch.ref_logprobs for branch in scored if branch.ref_logprobs is not None]
+        alternatives = [branch.alternatives for branch in scored if branch.alternatives is not None]
+        if len(scores) < 2:
+            return scored[0]
+        weights = np.array([weight for _, weight in self._engines.values()])
+        mean = np.average(np.stack(scores), axis=0, weights=weights).astype(np.float32)
+        return msgspec.structs.replace(
+            scored[0], ref_logprobs=mean, alternatives=join_teachers(alternatives, weights) if alternatives else None
+        )
 
-    async def _score_branch(
-        self, engine: GenerationClient, branch: Branch, name: str, context: np.ndarray
-    ) -> Scores | None:
-        """A teacher's log-probability of each token of a branch; None if it is not trained."""
+    async def _score_branch(self, engine: GenerationClient, branch: Branch, name: str, context: np.ndarray) -> Branch:
+        """A branch with what one teacher says of its tokens; as it is if it is not trained."""
         if not branch.is_trained:
-            return None
+            return branch
         request = GenerateRequest(
             request_id=name,
             prompt_ids=np.concatenate((context, branch.token_ids), dtype=np.int32),
             sampling=SamplingParams(max_tokens=1),
             cache_salt=name,  # the cache of another request must not be reused: it may be of older weights
             prompt_logprobs=True,
+            top_prompt_logprobs=self._top_k,
             images=branch.images,
             image_token_id=self._image_token_id if branch.images else None,
         )
@@ -184,9 +188,21 @@ class ScoringTeacher:
                 f"{name}: the teacher did not give one log-probability for each of {len(request.prompt_ids)} tokens"
             )
         scores = scores[len(context) :].astype(np.float32)
-        if not np.isfinite(scores).all():
+        top_ids, top_logprobs = completion.top_prompt_ids, completion.top_prompt_logprobs
+        alternatives = None
+        if self._top_k:
+            if top_ids is None or top_logprobs is None or top_ids.shape != (len(request.prompt_ids), self._top_k):
+                raise EngineError(f"{name}: the teacher did not give {self._top_k} likeliest tokens for each token")
+            alternatives = alternatives_of(
+                branch.token_ids,
+                np.flatnonzero(branch.is_sampled),
+                scores,
+                (top_ids[len(context) :], top_logprobs[len(context) :]),
+                is_forward=self._is_forward,
+            )
+        if not (np.isfinite(scores).all() and (alternatives is None or np.isfinite(alternatives.logprobs).all())):
             raise EngineError(f"{name}: the teacher gave log-probabilities that are not finite")
-        return scores
+        return msgspec.structs.replace(branch, ref_logprobs=scores, alternatives=alternatives)
 
 
 class PlayingTeacher:
@@ -248,11 +264,6 @@ def demonstration_of(env: Environment, task: Task, key: str) -> str:
             "demonstration(task)"
         )
     return text
-
-
-def _scored(branches: Iterable[Branch], scores: Iterable[np.ndarray | None]) -> list[Branch]:
-    """The branches with the log-probabilities of one of several teachers."""
-    return [msgspec.structs.replace(branch, ref_logprobs=each) for branch, each in zip(branches, scores)]
 
 
 def teacher_kl(branches: Iterable[Branch]) -> float:

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms.losses import TokenStreams
+from stretto.algorithms.policy_loss import AlternativeTokens
 from stretto.algorithms.sample_index import SampleIndex
 from stretto.base.errors import DataError
 from stretto.families.shape import VisionShape
 from stretto.models.attention import PackedLayout
 from stretto.models.parts.vision import ImageBatch
+from stretto.records.alternatives import Alternatives
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
 from stretto.records.token_counts import ComponentWeights, find_documents
@@ -177,7 +179,17 @@ def _build_streams(
         ref_kl_weights=pick_some(weights.ref_kl),
         ref_logprobs=pick_some(mb.ref_logprobs),
         old_logprobs=pick_some(mb.old_logprobs),
+        alternatives=None if mb.alternatives is None else _to_tensors(mb.alternatives.at(tokens), device),
         sample_index=samples,
+    )
+
+
+def _to_tensors(rows: Alternatives, device: torch.device) -> AlternativeTokens:
+    return AlternativeTokens(
+        ids=_to_device(rows.ids, device),
+        logprobs=_to_device(rows.logprobs, device, np.float32),
+        weights=_to_device(rows.weights, device, np.float32),
+        is_forward=_to_device(rows.is_forward, device, np.bool_),
     )
 
 
@@ -296,6 +308,11 @@ def _check_micro_batch(mb: MicroBatch, bounds: np.ndarray, is_target: np.ndarray
         )
     if mb.support is not None:
         _check_support(mb.support, len(mb.token_ids), vocab_size)
+    if mb.alternatives is not None and (most := int(mb.alternatives.ids.max(initial=-1))) >= vocab_size:
+        raise DataError(
+            f"micro batch: a teacher's token has id {most}, but the model knows 0..{vocab_size - 1}; "
+            "does the teacher have another tokenizer?"
+        )
     largest, smallest = int(mb.token_ids.max()), int(mb.token_ids.min())
     if largest >= vocab_size or smallest < 0:
         bad = largest if largest >= vocab_size else smallest

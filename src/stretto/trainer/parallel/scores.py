@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from stretto.check.degrees import cp_style
@@ -41,16 +42,20 @@ def compute_logprobs(
     *,
     routing: Routing | None = None,
     entropy_grad: bool = False,
+    with_alternatives: bool = False,
     logits: list[Float[Tensor, "trained vocab"]] | None = None,
-) -> tuple[Float[Tensor, " trained"], Float[Tensor, " trained"]]:
+) -> tuple[Float[Tensor, " trained"] | Float[Tensor, "trained scored"], Float[Tensor, " trained"]]:
     """Log-probability and entropy of every trained token.
 
-    routing: replays expert choices, and collects the expert loads of this rank's tokens. logits: a list to which the
+    routing: replays expert choices, and collects the expert loads of this rank's tokens. with_alternatives: if the
+    tokens have alternatives, the log-probabilities of these follow that of the token. logits: a list to which the
     float32 logits of the trained tokens are appended.
     """
     hidden, places = _hidden_states(policy, inputs, mesh, model, routing)
     weight, targets, temperatures = policy.output_weight, inputs.targets, inputs.temperatures
-    support = inputs.support
+    support, alternatives = inputs.support, inputs.streams.alternatives
+    if with_alternatives and alternatives is not None:
+        targets = torch.cat((targets[:, None], alternatives.ids.flatten(1).clamp(min=0)), 1)
     if places is not None:
         local = places[mesh.cp_rank]
         targets, temperatures = targets[local], temperatures[local]

@@ -1,4 +1,5 @@
 import asyncio
+import random
 from contextlib import contextmanager
 
 import numpy as np
@@ -395,3 +396,58 @@ def test_groups_without_signal_count_only_where_no_others_come():
     chosen = run_virtual(buffer.next_batch())
     assert [slot.group_id for slot in chosen] == [0, 1, 3]
     assert [slot.group_id for slot in buffer.discarded(chosen)] == [2]
+
+
+# -- the clock of draws and versions --
+
+
+def played_in_any_order(rng, level, sync_interval, max_steps=7):
+    """Play a run whose groups end, whose batches ship and whose versions are trained and loaded in a random order.
+
+    Returns the draws of each batch, and the version that has played each draw.
+    """
+    buffer = build(
+        max_async_level=level, max_steps=max_steps, is_deterministic=True, sync_interval=sync_interval,
+        max_oversampling=2.0,
+    )  # fmt: skip
+    running, batches, versions, num_drawn, trained = [], {}, {}, 0, 0
+    while buffer.version < max_steps:
+        may_load = trained > buffer.version and buffer._is_over(buffer.version)
+        actions = [name for name, is_possible in {
+            "draw": buffer.may_admit(), "end": bool(running), "ship": buffer._may_ship(),
+            "train": trained < buffer.next_step - 1, "load": may_load,
+        }.items() if is_possible]  # fmt: skip
+        assert actions, f"stuck: {buffer.gauges()}"
+        action = rng.choice(actions)
+        if action == "draw":
+            slot = buffer.start(num_drawn, TASK)
+            versions[num_drawn] = slot.version
+            running, num_drawn = [*running, slot], num_drawn + 1
+        elif action == "end":
+            slot = running.pop(rng.randrange(len(running)))
+            finish(buffer, slot, has_signal=slot.group_id % 5 not in (1, 2))
+        elif action == "ship":
+            chosen = buffer._choose()
+            batches[buffer.next_step] = [slot.group_id for slot in chosen]
+            buffer.ship(chosen, buffer.discarded(chosen))
+        elif action == "train":
+            trained += 1
+        else:
+            buffer.on_loaded(buffer.version + 1)
+    return batches, versions
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 4])
+@pytest.mark.parametrize("sync_interval", [None, 3])
+def test_by_the_clock_of_draws_the_order_in_which_things_happen_changes_nothing(level, sync_interval):
+    runs = [played_in_any_order(random.Random(seed), level, sync_interval) for seed in range(30)]
+    assert all(run == runs[0] for run in runs)
+    batches, versions = runs[0]
+    for step, draws in batches.items():
+        synchronised = (step - 1) // sync_interval * sync_interval if sync_interval else 0
+        assert {versions[draw] for draw in draws} == {max(step - 1 - level, synchronised, 0)}
+
+
+def test_a_run_that_is_resumed_plays_its_first_batches_with_what_it_has():
+    bounds = Bounds(4, 2, 8, is_deterministic=True, sync_interval=5, first_version=7)
+    assert [bounds.version_of(step) for step in range(8, 14)] == [7, 7, 7, 10, 10, 10]

@@ -61,7 +61,8 @@ def train(cfg, scorer):
     async def run():
         trainer, engine = FakeTrainer(max_steps=4), FakeEngine(parrot(0.5))
         async with AsyncExitStack() as stack:
-            wires = Wires(engine, trainer, trainer, {"taught": {"teacher": (scorer, 1.0)}})
+            teachers = scorer if isinstance(scorer, dict) else {"teacher": (scorer, 1.0)}
+            wires = Wires(engine, trainer, trainer, {"taught": teachers})
             await build_loop(cfg, wires, CharRenderer(), starting_point(cfg), stack).run()
         return trainer
 
@@ -122,3 +123,71 @@ def test_a_teacher_is_configured_if_needed_and_only_then(tmp_path):
         config(tmp_path, teacher=None)
     with pytest.raises(ConfigError, match="no algo has type"):
         config(tmp_path, env=[{"id": "fakes:EchoEnv"}])
+
+
+class Wide(FakeTeacher):
+    """Also says at every position which tokens it holds for likeliest: the next letters of the alphabet."""
+
+    def __init__(self, step: int = 1) -> None:
+        self.step = step
+
+    async def generate(self, request):
+        [answer] = await super().generate(request)
+        top = request.top_prompt_logprobs
+        ids = np.stack([request.prompt_ids + self.step * (1 + i) for i in range(top)], 1).astype(np.int32)
+        values = np.tile(-2.0 - np.arange(top, dtype=np.float32), (len(ids), 1))
+        return [msgspec.structs.replace(answer, top_prompt_ids=ids, top_prompt_logprobs=values)]
+
+
+def with_top(path, **algo):
+    return config(
+        path,
+        env=[
+            {"id": "fakes:EchoEnv", "name": "rewarded"},
+            {"id": "fakes:EchoEnv", "name": "taught", "algo": {"type": "opd", **algo}},
+        ],
+    )
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+def test_what_teachers_hold_for_likeliest_reaches_the_trained_tokens_and_no_others(tmp_path, divergence):
+    cfg = with_top(tmp_path, top_k=3, divergence=divergence)
+    trainer = train(cfg, {"one": (Wide(), 1.0), "other": (Wide(step=2), 3.0)})
+    taught = 0
+    for m in (m for step in trainer.batches for batch in step for m in batch.micro_batches):
+        ref = np.zeros(len(m.token_ids)) if m.ref_kl_weights is None else m.ref_kl_weights
+        rows = np.empty(0, np.int32) if m.alternatives is None else m.alternatives.positions
+        assert rows.tolist() == np.flatnonzero(ref).tolist()
+        for row, position in enumerate(rows.tolist()):
+            token = int(m.token_ids[position])
+            assert m.alternatives.ids[row].tolist() == [
+                [token, token + 1, token + 2, token + 3], [token, token + 2, token + 4, token + 6]
+            ]  # fmt: skip
+            assert m.alternatives.logprobs[row, 0].tolist() == [worth(m.token_ids)[position], -2, -3, -4]
+        if len(rows):
+            taught += len(rows)
+            assert (m.alternatives.weights == np.array([0.25, 0.75], np.float32)).all()
+            assert (m.alternatives.is_forward == (divergence == "forward")).all()
+    assert taught > 0
+
+
+def test_an_answer_without_likeliest_tokens_fails_the_group(tmp_path):
+    cfg = with_top(tmp_path, top_k=3).model_copy(update={"max_failed_groups": 1})
+    with pytest.raises(StrettoError, match="did not give 3 likeliest tokens"):
+        train(cfg, FakeTeacher())
+
+
+@pytest.mark.parametrize(
+    "algo, told",
+    [({"top_k": 0}, "top_k"), ({"top_k": 21}, "top_k"), ({"divergence": "forward"}, "does nothing with .*top_k")],
+)
+def test_a_teacher_of_several_tokens_is_asked_for_in_a_way_that_acts(tmp_path, algo, told):
+    with pytest.raises(ConfigError, match=told):
+        with_top(tmp_path, **algo)
+
+
+def test_sampling_that_leaves_out_tokens_does_not_go_with_several_of_the_teachers(tmp_path):
+    sampling = {"train": {"sampling": {"top_p": 0.9}, "replay": {}}}
+    env = [{"id": "fakes:EchoEnv", "name": "taught", "algo": {"type": "opd", "top_k": 4}}]
+    with pytest.raises(ConfigError, match=r"top_p.*also learns tokens that this leaves out"):
+        config(tmp_path, env=env, **sampling)
