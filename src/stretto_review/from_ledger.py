@@ -1,13 +1,14 @@
 """`rl CONFIG --from-ledger RUN`: trains on the stored rollouts of another run, without engines.
 
-A batch is made of the next stored groups, in the order in which they were trained, and from the beginning again after
-the last one. Their tokens keep the log-probabilities that they were sampled with, so that a loss with an importance
+A batch is made of the next stored groups, in the order in which they were drawn, and from the beginning again after the
+last one. Their tokens keep the log-probabilities that they were sampled with, so that a loss with an importance
 ratio sees how far the policy has moved from the one that played them, whatever their age.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from stretto.vime import RolloutFnTrainOutput, Sample
 from stretto.vime.convert import sample_of
 from stretto_review import scores
 from stretto_review.rescore import groups_of, step_range
+
+logger = logging.getLogger(__name__)
 
 FUNCTION = "stretto_review.from_ledger:stored_rollouts"
 HOOKS = "orchestrator.hooks"
@@ -72,36 +75,36 @@ def stored_rollouts(args: Any, rollout_id: int, data_source: Any, evaluation: bo
     """A batch of stored groups, as a rollout function of vime's: with their tokens, log-probabilities and rewards."""
     if evaluation:
         raise ConfigError("rl --from-ledger has no engines, and so no evals; leave [orchestrator.eval] out")
-    stored = _stored(args.from_ledger, args.from_ledger_steps, getattr(args, "from_ledger_scores", None))
-    return RolloutFnTrainOutput(samples=[next(stored) for _ in range(args.rollout_batch_size)])
+    name, path, size = getattr(args, "from_ledger_scores", None), args.from_ledger, args.rollout_batch_size
+    known, numbers = _usable(path, str(args.from_ledger_steps), name)
+    chosen = [numbers[n % len(numbers)] for n in range(rollout_id * size, (rollout_id + 1) * size)]
+    with LedgerReader(Run(path).dir) as ledger:
+        return RolloutFnTrainOutput(samples=[members_of(ledger.group(number), known) for number in chosen])
 
 
 @cache
-def _stored(path: str, steps: str, name: str | None) -> Iterator[list[list[Sample]]]:
-    """The one iterator of this process over the groups of a run."""
+def _usable(path: str, steps: str, name: str | None) -> tuple[dict[scores.Key, float] | None, list[int]]:
+    """The scores of this name, and the groups that can be trained: all are read once, so that a resumed run goes on.
+
+    Raises: DataError if there are none.
+    """
     run = Run(path)
-    known = scores.load(run.dir, name) if name else None
-    return _again_and_again(run, groups_of(run, step_range(str(steps))), known)
-
-
-def _again_and_again(
-    run: Run, numbers: Sequence[int], known: dict[scores.Key, float] | None
-) -> Iterator[list[list[Sample]]]:
+    known, wanted = scores.load(run.dir, name) if name else None, groups_of(run, step_range(steps))
     with LedgerReader(run.dir) as ledger:
-        while True:
-            count = 0
-            for number in numbers:
-                try:
-                    group = ledger.group(number)
-                except DataError:  # its tokens are no longer kept
-                    continue
-                if members := members_of(group, known):
-                    count += 1
-                    yield members
-            if not count:
-                raise DataError(
-                    f"{run.dir}: none of its {len(numbers)} groups has two replies that are kept and scored"
-                )
+        numbers = [number for number in wanted if _is_usable(ledger, number, known)]
+    if not numbers:
+        raise DataError(f"{run.dir}: none of its {len(wanted)} groups has two replies that are kept and scored")
+    if len(numbers) < len(wanted):
+        text = "%s: %d of %d groups have two replies that are kept and scored; the others are left out"
+        logger.warning(text, run.dir, len(numbers), len(wanted))
+    return known, numbers
+
+
+def _is_usable(ledger: LedgerReader, number: int, known: dict[scores.Key, float] | None) -> bool:
+    try:
+        return bool(members_of(ledger.group(number), known))
+    except DataError:  # its tokens are no longer kept
+        return False
 
 
 def members_of(group: Group, known: dict[scores.Key, float] | None) -> list[list[Sample]]:

@@ -222,8 +222,8 @@ def as_text(found: dict[str, Any]) -> str:
         f"{_shown(found['rank_correlation_within_groups'])} within groups",
         f"advantages            {found['sign_changes']:.2%} change sign, {found['muted']:.2%} become 0, "
         f"{found['woken']:.2%} were 0",
-        f"groups                {found['groups_gain_signal']} gain their signal, {found['groups_lose_signal']} lose it "
-        f"of {found['groups']}",
+        f"groups                {found['groups_gain_signal']} gain their signal, "
+        f"{found['groups_lose_signal']} lose it, of {found['groups']}",
         f"explained by length   {_shown(length['old'])} of the variance of the old, {_shown(length['new'])} of the new",
     ]
     lines += [""] * bool(found["components"]) + [_component_text(each) for each in found["components"]]

@@ -25,12 +25,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("run") / "words", 6)
 
 
-def batch(run: Path, steps: str = "1:", **more: str) -> list:
+def batch(run: Path, number: int = 0, steps: str = "1:", **more: str) -> list:
     args = SimpleNamespace(
         from_ledger=str(run), from_ledger_steps=steps, rollout_batch_size=4,
         **{f"from_ledger_{key}": value for key, value in more.items()},
     )  # fmt: skip
-    return from_ledger.stored_rollouts(args, 0, None).samples
+    return from_ledger.stored_rollouts(args, number, None).samples
 
 
 def test_the_words_become_a_run_without_engines(run: Path) -> None:
@@ -42,14 +42,15 @@ def test_the_words_become_a_run_without_engines(run: Path) -> None:
 
 
 def test_batches_are_the_stored_groups_and_begin_again(run: Path) -> None:
-    first, second = batch(run), batch(run)
+    first, second = batch(run, 0), batch(run, 1)
     assert all(len(group) == MEMBERS for group in (*first, *second))
     numbers = [group[0][0].metadata["kind"] for group in (*first, *second)]
     assert numbers == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert [group[0][0].metadata["kind"] for group in batch(run, 1)] == numbers[4:]  # as a resumed run asks
 
 
 def test_tokens_keep_the_log_probabilities_they_were_sampled_with(run: Path) -> None:
-    [sample] = batch(run, "2")[0][0]
+    [sample] = batch(run, steps="2")[0][0]
     rollout = rollout_of(
         [sample], Task(env="e", task_id="t", data={}), group_id=0, member=0, version=7, temperature=1.0,
         rewards=[sample.reward],
