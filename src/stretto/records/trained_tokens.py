@@ -6,6 +6,7 @@ A file is a list of samples, and has about four bytes per token: numbers are flo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,12 +58,11 @@ def trained_sample(
     advantage: Float[np.ndarray, " trained"],
 ) -> TrainedSample:
     """The record of a sample; positions ascend."""
-    edges = np.flatnonzero(np.diff(positions) != 1)
-    firsts, lasts = positions[np.r_[0, edges + 1]], positions[np.r_[edges, len(positions) - 1]]
+    bounds = [0, *((positions[1:] - positions[:-1] != 1).nonzero()[0] + 1).tolist(), len(positions)]
     has_several = bool((advantage != advantage[0]).any())
     return TrainedSample(
         sample_id=sample_id,
-        spans=tuple(zip(firsts.tolist(), (lasts + 1).tolist())),
+        spans=tuple((int(positions[first]), int(positions[end - 1]) + 1) for first, end in pairwise(bounds)),
         log_ratio=_bytes(log_ratio),
         entropy=_bytes(entropy),
         advantage=_bytes(advantage) if has_several else b"",
@@ -89,8 +89,7 @@ def find_trained(directory: Path, step: int) -> Iterator[TrainedSample]:
 
 
 def _bytes(values: np.ndarray) -> bytes:
-    with np.errstate(over="ignore"):
-        return values.astype(_FLOAT).tobytes()
+    return values.astype(_FLOAT).tobytes()
 
 
 def _floats(content: bytes) -> np.ndarray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,12 +126,13 @@ def beyond(sizes: dict[int, int], keep_bytes: int) -> list[int]:
 def _samples(parts: Sequence[tuple[MicroBatch, np.ndarray, np.ndarray, np.ndarray]]) -> list[TrainedSample]:
     found: dict[str, TrainedSample] = {}
     for mb, sources, documents, (logprobs, entropy) in parts:
-        for document in np.unique(documents).tolist():
-            if (name := mb.sample_ids[document]) in found:
-                continue
-            is_here = documents == document
-            tokens = sources[is_here]
-            log_ratio = logprobs[is_here] - mb.logprobs[tokens]
-            where = tokens - int(mb.cu_seqlens[document])
-            found[name] = trained_sample(name, where, log_ratio, entropy[is_here], mb.advantages[tokens])
+        order = np.argsort(sources, kind="stable")
+        tokens, documents = sources[order], documents[order]
+        columns = [tokens - mb.cu_seqlens[documents], logprobs[order] - mb.logprobs[tokens], entropy[order]]
+        columns.append(mb.advantages[tokens])
+        bounds = [0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(tokens)]
+        for first, end in pairwise(bounds):
+            name = mb.sample_ids[documents[first]]
+            if name not in found:
+                found[name] = trained_sample(name, *(each[first:end] for each in columns))
     return list(found.values())
