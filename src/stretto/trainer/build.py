@@ -53,9 +53,6 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
     critic = None
     if cfg.critic is not None and cfg.critic.placement is None:
         critic = build_critic(cfg, cfg.critic, policy, tokens, mesh)
-    token_folder = cfg.run_dir.trained_tokens
-    if mesh.degrees.dp > 1:
-        token_folder /= f"rank_{mesh.dp_rank}"
     return Learner(
         policy,
         model=cfg.model,
@@ -64,13 +61,19 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
         max_steps=cfg.max_steps,
         loss=cfg.loss,
         reference=reference,
-        observe=partial(export_tokens, token_folder) if cfg.enable_token_export else None,
+        observe=partial(export_tokens, token_folder(cfg, mesh)) if cfg.enable_token_export else None,
         enable_router_replay=cfg.enable_router_replay,
         mesh=mesh,
         critic=critic,
         has_critic_elsewhere=cfg.critic is not None and critic is None,
         frozen_steps=0 if cfg.critic is None else cfg.critic.num_critic_only_steps,
     )
+
+
+def token_folder(cfg: TrainerConfig, mesh: Mesh) -> Path:
+    """Where this rank writes the tokens that it trains."""
+    folder = cfg.run_dir.trained_tokens
+    return folder / f"rank_{mesh.dp_rank}" if mesh.degrees.dp > 1 else folder
 
 
 def find_engine_layout(cfg: TrainerConfig) -> BlockLayout | None:

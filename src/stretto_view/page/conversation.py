@@ -17,6 +17,7 @@ from stretto.chat.tokenizer import Tokenizer
 from stretto.ledger.reader import LedgerReader
 from stretto.ledger.schema import SHOWN_STATUS
 from stretto.records.rollout import Branch
+from stretto.records.trained_tokens import TrainedSample, find_trained
 from stretto_view.page.library import OpenRun
 from stretto_view.page.texts import open_branches
 from stretto_view.roles import mark_of, stretches
@@ -53,7 +54,8 @@ def conversation(run: OpenRun, group_id: int, member: int, begin: tuple[int, int
             lost = None
         except StrettoError as error:  # the tokens were deleted, or have the format of another version
             branches, lost = (), str(error)
-    trained, scored = _trained(run.dir, row), json.loads(row["turns"] or "[]")
+    trained, why = _trained(run.dir, row)
+    scored = json.loads(row["turns"] or "[]")
     tokenizer = run.tokenizer_within(_LOADING_S)
     return {
         **{key: value for key, value in row.items() if key not in ("segment", "offset", "length", "crc")},
@@ -65,25 +67,12 @@ def conversation(run: OpenRun, group_id: int, member: int, begin: tuple[int, int
         ],
         "no_tokens": lost,
         "no_text": run.no_text,
-        "not_kept": _not_kept(row, is_exported=bool(trained)),
+        "not_kept": dict.fromkeys(("entropy", "ratio"), why) if why else {},
         "group": [
             {key: each[key] for key in ("member", "status", "reward", "advantage", "num_sampled_tokens")}
             for _, each in sorted(newest.items())
         ],
     }
-
-
-def _not_kept(row: dict[str, Any], *, is_exported: bool) -> dict[str, str]:
-    """What tokens cannot be coloured by, and why; by the name of the column."""
-    if is_exported:
-        return {}
-    if row["finished_at"] is None:
-        why = "the rollout has not ended, and the engines do not report it"
-    elif row["step"] is None:
-        why = "no step trained on this rollout, and the engines do not report it"
-    else:
-        why = "the trainer wrote no tokens of this step down: trainer.enable_token_export = true lets it"
-    return dict.fromkeys(("entropy", "ratio"), why)
 
 
 def picture(run: OpenRun, name: str) -> bytes:
@@ -104,15 +93,16 @@ def picture(run: OpenRun, name: str) -> bytes:
 def _branch(
     tokenizer: Tokenizer | None,
     branch: Branch,
-    trained: dict[int, dict[str, float]] | None,
+    trained: TrainedSample | None,
     advantage: float | None,
     scored: Sequence[dict[str, Any]],
     begin: int,
 ) -> dict[str, Any]:
     """Tokens from `begin` on as columns, and turns as stretches of them.
 
-    advantage: of the whole rollout, for tokens that the trainer did not write down. `ratio` is the trainer's
-    probability over the engine's; it and `entropy` are there where the trainer wrote them. `trained` is the loss mask.
+    advantage: of the whole rollout, for tokens that the trainer gave no advantages of their own. `ratio` is the
+    trainer's probability over the engine's; it and `entropy` are there where the trainer wrote them. `trained` is the
+    loss mask.
     scored: the rollout's turns, if its environment scored them; the turns of the policy then have their `number`.
     """
     begin = min(begin, max(0, len(branch.token_ids) - 1))
@@ -131,10 +121,9 @@ def _branch(
     }
     if branch.ref_logprobs is not None:
         columns["teacher"] = [_rounded(value) for value in (branch.ref_logprobs - branch.logprobs)[shown].tolist()]
-    if trained:
-        for name in ("ratio", "entropy", "advantage"):
-            columns[name] = [_rounded(trained.get(begin + at, {}).get(name)) for at in range(len(ids))]
-    elif advantage is not None:
+    for name, stream in ({} if trained is None else trained.streams(len(branch.token_ids))).items():
+        columns[name] = [_rounded(value) for value in stream[shown].tolist()]
+    if "advantage" not in columns and advantage is not None:
         credit = np.full(len(branch.token_ids), advantage)
         for span in branch.turns:
             credit[span.start : span.end] += scored[span.turn].get("advantage", 0.0)
@@ -224,27 +213,22 @@ def _versions(branch: Branch) -> list[int | None]:
     return found
 
 
-def _trained(run: RunDir, row: dict[str, Any]) -> dict[int, dict[int, dict[str, float]]]:
-    """By branch and position what the trainer wrote with `trainer.enable_token_export`; {} if it wrote nothing."""
-    if row["step"] is None or not run.trained_tokens.is_dir():
-        return {}
-    name = f"g{row['group_id']}.{row['member']}"
-    found: dict[int, dict[int, dict[str, float]]] = {}
-    for file in sorted(run.trained_tokens.glob(f"**/step_{row['step']}.jsonl")):
-        for line in file.open():
-            if f'"{name}' in line[:200] and (sample := json.loads(line))["sample_id"].partition("/")[0] == name:
-                branch = int(sample["sample_id"].partition("/")[2] or 0)
-                pairs = zip(
-                    *(
-                        sample[name]
-                        for name in ("position", "trainer_logprob", "sampler_logprob", "advantage", "entropy")
-                    )
-                )
-                found[branch] = {
-                    at: {"ratio": float(np.exp(trainer - sampler)), "advantage": advantage, "entropy": entropy}
-                    for at, trainer, sampler, advantage, entropy in pairs
-                }
-    return found
+def _trained(run: RunDir, row: dict[str, Any]) -> tuple[dict[int, TrainedSample], str]:
+    """What the trainer computed for each branch that it trained, and otherwise why it is not there."""
+    if row["finished_at"] is None:
+        return {}, "the rollout has not ended, and the engines do not report it"
+    if row["step"] is None:
+        return {}, "no step trained on this rollout, and the engines do not report it"
+    name, found = f"g{row['group_id']}.{row['member']}", {}
+    try:
+        for sample in find_trained(run.trained_tokens, row["step"]):
+            rollout, _, branch = sample.sample_id.partition("/")
+            if rollout == name:
+                found[int(branch or 0)] = sample
+    except DataError as error:
+        return {}, str(error)
+    why = "the trainer's record of this step is not written yet, or has gone: a run keeps 1 GB of them"
+    return found, "" if found else why
 
 
 def _rounded(value: float | None) -> float | None:

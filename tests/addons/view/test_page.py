@@ -21,6 +21,7 @@ from stretto.api import state
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.ledger.reader import LedgerReader
+from stretto.records.trained_tokens import encode_trained, trained_sample
 from stretto_view.page import conversation, logs, rollouts, timeline
 from stretto_view.page.app import build
 from stretto_view.page.library import Library, OpenRun
@@ -193,6 +194,28 @@ def test_a_rollout_is_shown_token_by_token_with_its_group(path: Path) -> None:
     assert [turn["end"] for turn in turns[:-1]] == [turn["start"] for turn in turns[1:]]
     assert turns[0]["start"] == 0 and turns[-1]["end"] == len(row["token_ids"])
     assert len(found["group"]) == len([r for r in run.rollouts(step=2) if r["group_id"] == row["group_id"]])
+
+
+def test_what_the_trainer_computed_colours_the_tokens_that_it_trained(path: Path) -> None:
+    run = OpenRun(path)
+    [row, *_] = run.rollouts(step=2)
+    where = row["group_id"], row["member"]
+    assert "not written yet, or has gone" in conversation.conversation(run, *where)["not_kept"]["ratio"]
+    tokens = np.flatnonzero(row["is_sampled"])
+    values = np.linspace(-0.5, 0.5, len(tokens))
+    sample = trained_sample("g{}.{}/0".format(*where), tokens, values, values + 1, values)
+    file = run.dir.trained_tokens / "rank_1" / "step_2.bin"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(encode_trained([sample]))
+    found = conversation.conversation(run, *where)
+    columns = found["branches"][0]["tokens"]
+    for name, wanted in {"ratio": np.exp(values), "entropy": values + 1, "advantage": values}.items():
+        assert np.allclose([columns[name][at] for at in tokens], wanted, atol=2e-3)
+        assert columns[name].count(None) == len(row["token_ids"]) - len(tokens)
+    assert found["not_kept"] == {}
+    file.write_bytes(b"cut off")
+    assert "step_2.bin: it is no record" in conversation.conversation(run, *where)["not_kept"]["entropy"]
+    file.unlink()
 
 
 def test_turns_are_those_of_the_chat_and_otherwise_of_who_wrote_them() -> None:

@@ -304,7 +304,8 @@ class TrainerKeys(RankKeys):
     """Use the experts that the engine chose for each token, not those this process would choose; with `rl` this
     also sets inference.enable_return_routed_experts. Tokens without choices are routed here."""
     enable_token_export: bool = False
-    """Write trained tokens with logprobs and advantage to RUN/tokens_trained/step_N.jsonl (debugging)."""
+    """Write trained tokens with logprobs and advantage, as text of full precision, to RUN/tokens_trained/step_N.jsonl
+    (debugging). The page does not need it."""
 
 
 class TrainerSection(TrainerKeys, RunKeys):
