@@ -279,10 +279,15 @@ def as_text(said: dict[str, Any], one: Side, two: Side) -> str:
         lines.append(f"config  and {len(said['config']) - MOST_KEYS} more keys (--json has all)")
     if not said["config"]:
         lines.append("config  the same")
-    if not said["differences"]:
-        return "\n".join([*lines, "", f"NO DIFFERENCE in {said['compared']} steps"])
-    first, *others = said["differences"]
-    lines += ["", f"FIRST DIFFERENCE at step {first['step']}: {_text(first)}"]
+    return "\n".join([*lines, "", difference_text(said["differences"], said["compared"])])
+
+
+def difference_text(found: Sequence[dict[str, Any]], num_compared: int) -> str:
+    """The fields of the differences of one step, or that there is none in so many steps."""
+    if not found:
+        return f"NO DIFFERENCE in {num_compared} steps"
+    first, *others = found
+    lines = [f"FIRST DIFFERENCE at step {first['step']}: {_text(first)}"]
     return "\n".join([*lines, *(f"  also at this step: {_text(each)}" for each in others)])
 
 

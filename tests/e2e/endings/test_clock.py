@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Ended, rl, start_rl, until, untrained_model, wait
+from runs import Ended, rl, start, start_rl, until, untrained_model, wait
 
 from stretto.ledger.audit import audit
 
@@ -88,3 +89,18 @@ def test_a_run_is_played_again_from_one_of_its_checkpoints(model: Path, tmp_path
         tmp_path / "again", delayed(model, 2), "--resume.dir", str(tmp_path / "first" / "run"), "--resume.step", "3"
     )
     assert weights(again)[3:] == weights(first)[3:]
+
+
+@pytest.mark.slow
+def test_replay_plays_a_run_again_and_says_where_it_differs(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("stretto_review")
+    run = play(tmp_path / "first", delayed(model, 1)).run
+    code, output = wait(start("replay", [str(run), "--steps", "2"], tmp_path))
+    assert code == 0 and "NO DIFFERENCE in 2 steps" in output, output
+    code, output = wait(start("replay", [str(run), "--from", "3", "--name", "late"], tmp_path))
+    assert code == 0 and "NO DIFFERENCE in 5 steps" in output, output
+    config = json.loads(run.config("run").read_text())
+    config["trainer"]["optim"]["lr"] *= 1.01
+    run.config("run").write_text(json.dumps(config))
+    code, output = wait(start("replay", [str(run), "--steps", "2", "--name", "other"], tmp_path))
+    assert code == 1 and "FIRST DIFFERENCE at step 1: metric, optim/lr" in output, output
