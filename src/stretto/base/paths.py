@@ -114,6 +114,8 @@ class RunDir:
 
     trained_tokens = _Below("tokens_trained")
     """Directory of the debugging export, one file per step."""
+    token_values = _Below("token_values")
+    """Directory of what the trainer computed for its tokens, a file per step and rank (records/trained_tokens.py)."""
 
     def metrics(self, role: str) -> Path:
         return self.path / "metrics" / f"{role}.jsonl"

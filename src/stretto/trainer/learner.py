@@ -188,7 +188,7 @@ class Learner:
         self.user = UserFunctions()
         """A user's functions in the loss; `user.loss` also gets the micro batch, the indices of its trained tokens, and
         the logits that predict these."""
-        self._observe = observe if self.mesh.is_batch_lead else None
+        self.observers = [observe] if observe is not None and self.mesh.is_batch_lead else []
         self._sums = StepSums()
         self._updates: list[tuple[float, float]] = []
         self._has_signal, self._num_skipped = True, 0
@@ -253,8 +253,8 @@ class Learner:
             if len(set(mb.envs)) > 1:
                 token_sums |= sums_by_env(mb, inputs, logprobs.detach(), entropy)
             self._sums.add(token_sums)
-            if self._observe is not None:
-                self._observe(self.step + 1, mb, inputs, logprobs, entropy)
+            for observe in self.observers:
+                observe(self.step + 1, mb, inputs, logprobs, entropy)
         self.network.weights.collect_gradients()
 
     def optim_step(self) -> dict[str, float]:

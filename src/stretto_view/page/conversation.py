@@ -17,6 +17,7 @@ from stretto.chat.tokenizer import Tokenizer
 from stretto.ledger.reader import LedgerReader
 from stretto.ledger.schema import SHOWN_STATUS
 from stretto.records.rollout import Branch
+from stretto.records.trained_tokens import TokenColumns, read_rollout
 from stretto_view.page.library import OpenRun
 from stretto_view.page.texts import open_branches
 from stretto_view.roles import mark_of, stretches
@@ -53,7 +54,7 @@ def conversation(run: OpenRun, group_id: int, member: int, begin: tuple[int, int
             lost = None
         except StrettoError as error:  # the tokens were deleted, or have the format of another version
             branches, lost = (), str(error)
-    trained, scored = _trained(run.dir, row), json.loads(row["turns"] or "[]")
+    (trained, why_not), scored = _trained(run.dir, row), json.loads(row["turns"] or "[]")
     tokenizer = run.tokenizer_within(_LOADING_S)
     return {
         **{key: value for key, value in row.items() if key not in ("segment", "offset", "length", "crc")},
@@ -65,25 +66,12 @@ def conversation(run: OpenRun, group_id: int, member: int, begin: tuple[int, int
         ],
         "no_tokens": lost,
         "no_text": run.no_text,
-        "not_kept": _not_kept(row, is_exported=bool(trained)),
+        "not_kept": {} if why_not is None else dict.fromkeys(("entropy", "ratio"), why_not),
         "group": [
             {key: each[key] for key in ("member", "status", "reward", "advantage", "num_sampled_tokens")}
             for _, each in sorted(newest.items())
         ],
     }
-
-
-def _not_kept(row: dict[str, Any], *, is_exported: bool) -> dict[str, str]:
-    """What tokens cannot be coloured by, and why; by the name of the column."""
-    if is_exported:
-        return {}
-    if row["finished_at"] is None:
-        why = "the rollout has not ended, and the engines do not report it"
-    elif row["step"] is None:
-        why = "no step trained on this rollout, and the engines do not report it"
-    else:
-        why = "the trainer wrote no tokens of this step down: trainer.enable_token_export = true lets it"
-    return dict.fromkeys(("entropy", "ratio"), why)
 
 
 def picture(run: OpenRun, name: str) -> bytes:
@@ -104,7 +92,7 @@ def picture(run: OpenRun, name: str) -> bytes:
 def _branch(
     tokenizer: Tokenizer | None,
     branch: Branch,
-    trained: dict[int, dict[str, float]] | None,
+    trained: TokenColumns | None,
     advantage: float | None,
     scored: Sequence[dict[str, Any]],
     begin: int,
@@ -131,9 +119,8 @@ def _branch(
     }
     if branch.ref_logprobs is not None:
         columns["teacher"] = [_rounded(value) for value in (branch.ref_logprobs - branch.logprobs)[shown].tolist()]
-    if trained:
-        for name in ("ratio", "entropy", "advantage"):
-            columns[name] = [_rounded(trained.get(begin + at, {}).get(name)) for at in range(len(ids))]
+    if trained is not None:
+        columns |= {name: _spread(trained, name, begin, len(ids)) for name in ("ratio", "entropy", "advantage")}
     elif advantage is not None:
         credit = np.full(len(branch.token_ids), advantage)
         for span in branch.turns:
@@ -157,6 +144,16 @@ def _branch(
             for turn in turns(texts, branch.is_sampled[shown])
         ],
     }
+
+
+def _spread(trained: TokenColumns, name: str, begin: int, num_tokens: int) -> list[float | None]:
+    """A value of each token from `begin` on; None for tokens that were not trained."""
+    values = np.exp(trained.log_ratio.astype(np.float32)) if name == "ratio" else getattr(trained, name)
+    is_shown = (trained.position >= begin) & (trained.position < begin + num_tokens)
+    found: list[float | None] = [None] * num_tokens
+    for at, value in zip((trained.position[is_shown] - begin).tolist(), values[is_shown].tolist()):
+        found[at] = _rounded(value)
+    return found
 
 
 def _number(branch: Branch, stretch: dict[str, Any], begin: int) -> dict[str, int]:
@@ -224,28 +221,23 @@ def _versions(branch: Branch) -> list[int | None]:
     return found
 
 
-def _trained(run: RunDir, row: dict[str, Any]) -> dict[int, dict[int, dict[str, float]]]:
-    """By branch and position what the trainer wrote with `trainer.enable_token_export`; {} if it wrote nothing."""
-    if row["step"] is None or not run.trained_tokens.is_dir():
-        return {}
-    name = f"g{row['group_id']}.{row['member']}"
-    found: dict[int, dict[int, dict[str, float]]] = {}
-    for file in sorted(run.trained_tokens.glob(f"**/step_{row['step']}.jsonl")):
-        for line in file.open():
-            if f'"{name}' in line[:200] and (sample := json.loads(line))["sample_id"].partition("/")[0] == name:
-                branch = int(sample["sample_id"].partition("/")[2] or 0)
-                pairs = zip(
-                    *(
-                        sample[name]
-                        for name in ("position", "trainer_logprob", "sampler_logprob", "advantage", "entropy")
-                    )
-                )
-                found[branch] = {
-                    at: {"ratio": float(np.exp(trainer - sampler)), "advantage": advantage, "entropy": entropy}
-                    for at, trainer, sampler, advantage, entropy in pairs
-                }
-    return found
+def _trained(run: RunDir, row: dict[str, Any]) -> tuple[dict[int, TokenColumns], str | None]:
+    """By branch what the trainer computed for its tokens; and why there is nothing, None if there is."""
+    if row["finished_at"] is None:
+        return {}, "the rollout has not ended, and the engines do not report it"
+    if row["step"] is None:
+        return {}, "no step trained on this rollout, and the engines do not report it"
+    try:
+        found = read_rollout(run.token_values, row["step"], f"g{row['group_id']}.{row['member']}")
+    except DataError as error:
+        return {}, str(error)
+    if found:
+        return found, None
+    return (
+        {},
+        "the trainer has no values of this step: it does not write any, or trainer.token_values_bytes was used up",
+    )
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else round(value, 4)
+    return None if value is None or not math.isfinite(value) else round(value, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from stretto.api import state
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.ledger.reader import LedgerReader
+from stretto.records.trained_tokens import TrainedTokens, write_step
 from stretto_view.page import conversation, logs, rollouts, timeline
 from stretto_view.page.app import build
 from stretto_view.page.library import Library, OpenRun
@@ -335,3 +337,32 @@ def test_runs_are_found_below_a_directory_and_each_has_an_id_of_its_own(path: Pa
     assert sorted(found) == ["c", "test", "test~2", "test~3"]
     rows = {name: state.describe(run.dir) for name, run in found.items()}
     assert [row["state"] for row in rows.values()].count("damaged") == 1 and rows["c"]["state"] == "not started"
+
+
+async def test_trained_tokens_have_the_ratio_entropy_and_advantage_that_the_trainer_wrote(path: Path) -> None:
+    run = OpenRun(RunDir(path))
+    with LedgerReader(run.dir) as ledger:
+        row = ledger.trained_rollouts(2)[0]
+        branch = ledger.group(row["group_id"]).rollouts[row["member"]].branches[0]
+    positions = np.flatnonzero(branch.is_sampled)
+    assert "token_values_bytes" in conversation.conversation(run, row["group_id"], row["member"])["not_kept"]["ratio"]
+    num, runs = len(positions), [np.array([each], np.int32) for each in (len(positions), positions[0], len(positions))]
+    entropy, log_ratio = np.linspace(0, 2, num).astype(np.float16), np.full(num, np.log(2), np.float16)
+    log_ratio[0] = np.nan
+    name = f"g{row['group_id']}.{row['member']}/0"
+    tokens = TrainedTokens((name,), *runs, log_ratio, entropy, np.array([-0.25], np.float32))
+    try:
+        write_step(run.dir.token_values / "rank_1", 2, tokens)
+        found = conversation.conversation(run, row["group_id"], row["member"])
+        later = conversation.conversation(run, row["group_id"], row["member"], (0, int(positions[0]) + 1))
+        damaged = run.dir.token_values / "rank_1" / "step_2.bin"
+        damaged.write_bytes(damaged.read_bytes()[:-9])
+        broken = conversation.conversation(run, row["group_id"], row["member"])["not_kept"]
+    finally:
+        shutil.rmtree(run.dir.token_values)
+    columns = found["branches"][0]["tokens"]
+    assert found["not_kept"] == {} and "step_2.bin" in broken["entropy"]
+    assert [at for at, value in enumerate(columns["entropy"]) if value is not None] == positions.tolist()
+    assert columns["ratio"][positions[0]] is None and columns["ratio"][positions[1]] == pytest.approx(2, rel=1e-3)
+    assert {value for value in columns["advantage"] if value is not None} == {-0.25}
+    assert later["branches"][0]["tokens"]["entropy"] == columns["entropy"][positions[0] + 1 :]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def delete_after(directory: Path, step: int) -> None:
     """Delete the files of later steps, which a resumed run trains again."""
-    for path in directory.rglob("step_*.jsonl"):
+    for path in directory.rglob("step_*.*"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:
             path.unlink()
