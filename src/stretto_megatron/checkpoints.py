@@ -17,7 +17,8 @@ from torch import Tensor
 from stretto.base.errors import DataError
 from stretto.families.shape import ModelConfig
 from stretto.models.tensor_map import LazyTensor, Region, Shape, SharedSlice, TensorMap, TensorSlice
-from stretto_megatron.names import LAYERS, megatron_map, spellings
+from stretto_megatron.names import LAYERS, expert_order, megatron_map, spellings
+from stretto_megatron.order import as_ours, as_theirs, swapped
 from stretto_megatron.places import METADATA, find_iteration
 from stretto_megatron.torch_dist import TorchDist
 from stretto_megatron.torch_files import TorchFiles
@@ -40,7 +41,9 @@ def read_megatron(directory: Path, cfg: ModelConfig, *, step: int | None = None)
     files = TorchDist(place) if (place / METADATA).exists() else TorchFiles(place)
     expected = megatron_map(cfg, str(directory)).their_shapes
     missing = []
-    for name, shape in expected.items():
+    for name, our_shape in expected.items():
+        is_swapped, is_in_turn = expert_order(cfg, name)
+        shape = swapped(our_shape) if is_swapped else our_shape
         if (found := files.find(name)) is None:
             missing.append(name)
             continue
@@ -49,7 +52,7 @@ def read_megatron(directory: Path, cfg: ModelConfig, *, step: int | None = None)
             found = _Cut(found, has)
         elif has != shape:
             raise DataError(f"{place}: {name} has shape {has}, config.json asks for {shape}")
-        yield name, found
+        yield name, as_ours(found, shape, is_swapped=is_swapped, is_in_turn=is_in_turn)
     if missing:
         raise DataError(f"{place}: {len(missing)} of {len(expected)} tensors are missing: {', '.join(missing[:4])} ...")
     known = {each for name in expected for each in spellings(name)} | set(_PADDED)
@@ -65,6 +68,10 @@ class _Cut:
 
     source: LazyTensor
     shape: Shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype  # type: ignore[attr-defined]
 
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]:
         return self.source[region]
@@ -89,7 +96,9 @@ def as_megatron(sources: Iterable[Named], cfg: ModelConfig, hf_map: TensorMap, w
             has = f"has shape {tuple(found[name][0])}" if name in found else "is missing"
             raise DataError(f"{where}: {name} {has}, config.json asks for {shape}")
     tensors = {name: tensor for name, (_, tensor) in found.items()}
-    return translated(tensors, hf_map, megatron_map(cfg, where))
+    for name, shape, tensor in translated(tensors, hf_map, megatron_map(cfg, where)):
+        is_swapped, is_in_turn = expert_order(cfg, name)
+        yield name, *as_theirs(tensor, shape, is_swapped=is_swapped, is_in_turn=is_in_turn)
 
 
 def has_equal_layers(named: Iterable[Named]) -> bool:
@@ -118,6 +127,11 @@ class _Translated:
     parts: list[SharedSlice]
     by_ours: Mapping[str, list[SharedSlice]]
     sources: Mapping[str, LazyTensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        source = self.by_ours[self.parts[0].ours][0].theirs
+        return self.sources[source].dtype  # type: ignore[attr-defined]  # all kinds of lazy tensors have one
 
     def __getitem__(self, region: Region) -> Shaped[Tensor, " ..."]:
         low = [part.indices(n)[0] for part, n in zip(region, self.shape, strict=True)]

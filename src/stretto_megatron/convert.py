@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.reading.plain import PlainParser
 from stretto_megatron.places import POINTER, find_iteration, is_megatron
+
+if TYPE_CHECKING:
+    from stretto.models.safetensors_file import TensorEntry
 
 _PARTIAL = ".partial"
 
@@ -47,23 +52,47 @@ def convert(words: list[str]) -> int:
 def to_hugging_face(source: Path, model: Path, target: Path, *, step: int | None = None) -> None:
     """Write the weights of a Megatron checkpoint as a Hugging Face directory, with the other files of `model`.
 
-    One file of weights is in memory at a time. The directory is complete or not there.
+    One tensor is in memory at a time. The directory is complete or not there.
 
     Raises: DataError if the checkpoint does not have the weights that config.json asks for.
     """
     from stretto.models import hub
+    from stretto.models.safetensors_file import StreamWriter, TensorEntry
     from stretto_megatron.checkpoints import as_hugging_face
 
     place, cfg = find_iteration(source, step), hub.load_config(model, may_be_quantized=True)
     named = list(as_hugging_face(place, cfg, hub.build_tensor_map(cfg)))
-    tensors = ((name, tensor[tuple(slice(0, size) for size in shape)]) for name, shape, tensor in named)
-    _, shape, first = named[0]
-    dtype = first[tuple(slice(0, 1) for _ in shape)].dtype
+    dtypes = (tensor.dtype for _, _, tensor in named)  # type: ignore[attr-defined]  # all that are made here have one
+    entries = [TensorEntry(name, dtype, shape) for (name, shape, _), dtype in zip(named, dtypes)]
     partial = _emptied(target)
     config = hub.read_json(model / "config.json")
     config.pop("quantization_config", None)  # of its own weights, which are not these
-    hub.save_model_directory(dtype, partial, model, config, tensors)
+    hub.save_model_directory(entries[0].dtype, partial, model, config, None)
+    tensors = {name: tensor for name, _, tensor in named}
+    files = list(_split(entries, hub.MAX_SHARD_BYTES))
+    places: dict[str, str] = {}
+    for number, part in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if files[1:] else "model.safetensors"
+        places |= {entry.name: name for entry in part}
+        with StreamWriter(partial / name, part) as writer:
+            for entry in part:
+                writer.add(tensors[entry.name][tuple(slice(0, size) for size in entry.shape)])
+    if files[1:]:
+        hub.write_index(partial, places, sum(entry.num_bytes for entry in entries))
     partial.rename(target)
+
+
+def _split(entries: list[TensorEntry], most_bytes: int) -> Iterator[list[TensorEntry]]:
+    """Entries by file, in their order; a file of several has at most so many bytes."""
+    part: list[TensorEntry] = []
+    size = 0
+    for entry in entries:
+        if part and size + entry.num_bytes > most_bytes:
+            yield part
+            part, size = [], 0
+        part.append(entry)
+        size += entry.num_bytes
+    yield part
 
 
 def check_megatron(source: Path, model: Path) -> None:

@@ -24,6 +24,7 @@ _WHOLE = {
     "model.norm.weight": "decoder.final_layernorm.weight",
     "lm_head.weight": "output_layer.weight",
 }
+_INDEXER = "self_attention.core_attention.indexer."
 _IN_LAYERS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
@@ -37,12 +38,21 @@ _IN_LAYERS = {
     "self_attn.kv_a_proj_with_mqa.weight": "self_attention.linear_kv_down_proj.weight",
     "self_attn.kv_a_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
     "self_attn.kv_b_proj.weight": "self_attention.linear_kv_up_proj.weight",
+    "self_attn.indexer.wq_b.weight": f"{_INDEXER}linear_wq_b.weight",
+    "self_attn.indexer.wk.weight": f"{_INDEXER}linear_wk.weight",
+    "self_attn.indexer.k_norm.weight": f"{_INDEXER}k_norm.weight",
+    "self_attn.indexer.k_norm.bias": f"{_INDEXER}k_norm.bias",
+    "self_attn.indexer.weights_proj.weight": f"{_INDEXER}linear_weights_proj.weight",
+    "self_attn.sinks": "self_attention.core_attention.softmax_offset",
     "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "mlp.down_proj.weight": "mlp.linear_fc2.weight",
     "mlp.gate.weight": "mlp.router.weight",
+    "mlp.gate.bias": "mlp.router.bias",
     "mlp.gate.expert_bias": "mlp.router.expert_bias",
     "mlp.experts.gate_up_proj": "mlp.experts.experts.linear_fc1.weight",
+    "mlp.experts.gate_up_proj_bias": "mlp.experts.experts.linear_fc1.bias",
     "mlp.experts.down_proj": "mlp.experts.experts.linear_fc2.weight",
+    "mlp.experts.down_proj_bias": "mlp.experts.experts.linear_fc2.bias",
     "mlp.shared_experts.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
     "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
 }
@@ -58,6 +68,7 @@ ALIASES = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": ("self_attention.kv_layernorm.weight",),
 }
 """Other names of the same tensor, which Megatron's own layers have; a checkpoint is written with all of them."""
+_LATENT = {"latent", "sparse_latent"}
 LAYERS, EXPERTS = "decoder.layers.", "mlp.experts.experts."
 _MODULES_OF_ENGINE = ("linear_", "layernorm", "output_layer")
 """Modules of Transformer Engine, which ask a checkpoint for a state beside their weights."""
@@ -68,7 +79,7 @@ def megatron_map(cfg: ModelConfig, where: str) -> TensorMap:
 
     Raises: DataError for a model that has parts without a place there.
     """
-    if cfg.vision is not None or cfg.has_recurrence or set(cfg.mixers) - {"latent"} or cfg.has_post_norms:
+    if cfg.vision is not None or cfg.has_recurrence or set(cfg.mixers) - _LATENT or cfg.has_post_norms:
         raise DataError(
             f"{where}: Megatron's checkpoints of a {cfg.family} are not supported: only of decoders of text"
         )
@@ -89,7 +100,7 @@ def _slices(cfg: ModelConfig, name: str, shape: Shape, shapes: dict[str, Shape])
     _, _, layer, part = name.split(".", 3)
     inner, kind = part.rsplit(".", 1) if "." in part else (part, "")
     their = f"{LAYERS}{layer}."
-    is_latent = bool(cfg.mixers) and cfg.mixer_of(int(layer)) == "latent"
+    is_latent = bool(cfg.mixers) and cfg.mixer_of(int(layer)) in _LATENT
     if inner in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj") and not is_latent:
         yield from _by_group(cfg, name, shape, f"{their}self_attention.linear_qkv.{kind}", int(layer))
         return
@@ -104,6 +115,17 @@ def _slices(cfg: ModelConfig, name: str, shape: Shape, shapes: dict[str, Shape])
         yield _part(name, their + _ABOVE_EXPERTS, shape)
     elif part in _IN_LAYERS:
         yield _part(name, their + _IN_LAYERS[part], shape)
+
+
+def expert_order(cfg: ModelConfig, name: str) -> tuple[bool, bool]:
+    """How our stacked experts lie otherwise than Megatron's of this name.
+
+    Returns: whether rows and columns are swapped, and whether rows of gate and up come in turn (there gate is first).
+    """
+    if cfg.moe is None or EXPERTS not in name:
+        return False, False
+    is_weight = name.endswith("weight")
+    return cfg.moe.is_transposed and is_weight, cfg.moe.is_interleaved and "linear_fc1" in name
 
 
 def _by_group(cfg: ModelConfig, name: str, shape: Shape, theirs: str, layer: int) -> Iterator[SharedSlice]:

@@ -1,7 +1,8 @@
 """Reads the `torch` format of Megatron: one file per rank, `iter_N/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`.
 
-A rank has its stages' layers with numbers from 0 on, its rows or columns of matrices, and its experts. They are put
-together by the shapes that the whole tensors must have. Files are mapped, so that a slice costs its own bytes.
+A rank has its stages' layers with numbers from 0 on, its rows or columns of matrices, and its experts. Where ranks of
+tensor parallelism have different experts, not every pair of both numbers has a file, and an expert is whole in it.
+Files are mapped, so that a slice costs its own bytes.
 """
 
 from __future__ import annotations
@@ -102,25 +103,29 @@ class TorchFiles:
         first, starts = 0, []
         for stage in range(self.num_stages):
             starts.append(first)
-            model = self._rank(0, stage, 0)
+            model = self._first(stage)
             layers = [int(name.split(".")[2]) for name in model if name.startswith(LAYERS)]
             first += 1 + max(layers, default=-1)
         self.num_layers = first
         return starts
 
-    def _rank(self, tensor: int, stage: int, expert: int) -> dict[str, Tensor]:
-        try:
-            return self._ranks[Rank(tensor, stage, expert)]
-        except KeyError:
-            raise DataError(
-                f"{self.directory}: the file of tensor rank {tensor}, stage {stage}, expert rank {expert} is missing"
-            ) from None
+    def _models(self, stage: int, **numbers: int) -> list[dict[str, Tensor]]:
+        """The weights of all ranks of a stage with this number in tensor or expert parallelism, at least of one."""
+        has = lambda rank: rank.stage == stage and all(getattr(rank, key) == each for key, each in numbers.items())
+        found = [model for rank, model in self._ranks.items() if has(rank)]
+        if not found:
+            which = " and ".join(f"{key} rank {number}" for key, number in numbers.items())
+            raise DataError(f"{self.directory}: the file of stage {stage} and {which} is missing")
+        return found
+
+    def _first(self, stage: int) -> dict[str, Tensor]:
+        return self._models(stage, tensor=0)[0]
 
     def names(self) -> Iterator[str]:
         """The names of all weights, with the numbers of layers in the whole model."""
         seen = set()
         for stage, first in enumerate(self._first_layers):
-            for name in self._rank(0, stage, 0):
+            for name in self._first(stage):
                 if "_extra_state" in name or name.startswith("mtp."):
                     continue
                 if name.startswith(LAYERS):
@@ -137,8 +142,8 @@ class TorchFiles:
             stages = range(self.num_stages) if name != "output_layer.weight" else reversed(range(self.num_stages))
             for each in (name, *ALIASES.get(name, ())):
                 for stage in stages:
-                    if each in self._rank(0, stage, 0):
-                        return self._join(each, stage, 0)
+                    if each in self._first(stage):
+                        return self._join(each, stage)
             return None
         number, part = name.removeprefix(LAYERS).split(".", 1)
         stage = max(i for i, first in enumerate(self._first_layers) if first <= int(number))
@@ -146,39 +151,46 @@ class TorchFiles:
         if part.startswith("mlp.experts.experts."):
             return self._stack(local, part.removeprefix("mlp.experts.experts."), stage)
         for each in (part, *ALIASES.get(part, ())):
-            if local + each in self._rank(0, stage, 0):
-                return self._join(local + each, stage, 0)
+            if local + each in self._first(stage):
+                return self._join(local + each, stage)
         return None
 
     def _stack(self, local: str, part: str, stage: int) -> LazyTensor | None:
         experts: list[LazyTensor] = []
         for rank in range(self.num_expert):
-            model, number = self._rank(0, stage, rank), 0
-            while f"{local}mlp.experts.local_experts.{number}.{part}" in model:
-                experts.append(self._join(f"{local}mlp.experts.local_experts.{number}.{part}", stage, rank))
+            models, number = self._models(stage, expert=rank), 0
+            while (name := f"{local}mlp.experts.local_experts.{number}.{part}") in models[0]:
+                parts = [model[name] for model in models]
+                is_whole = all(torch.equal(parts[0], each) for each in parts[1:])
+                experts.append(parts[0] if is_whole else _joined(name, parts))
                 number += 1
         if not experts:
             return None
         first: Any = experts[0]
         return _Stacked(tuple(experts), (len(experts), *first.shape), first.dtype)
 
-    def _join(self, name: str, stage: int, expert: int) -> LazyTensor:
+    def _join(self, name: str, stage: int) -> LazyTensor:
         """One tensor from the parts of all tensor-parallel ranks."""
-        parts = [self._rank(tensor, stage, expert).get(name) for tensor in range(self.num_tensor)]
+        parts = [self._models(stage, tensor=tensor)[0].get(name) for tensor in range(self.num_tensor)]
         if any(part is None for part in parts):
             raise DataError(f"{self.directory}: {name} is not in the files of all tensor-parallel ranks")
-        whole = [part for part in parts if part is not None]
-        if len(whole) == 1 or not _is_divided(name):
-            return whole[0]
-        if "linear_fc1" in name and whole[0].shape[0] % 2 == 0:  # each rank has rows of gate, then rows of up
-            halves = [part.chunk(2) for part in whole]
-            return _join_along([half[i] for i in (0, 1) for half in halves], 0)
-        return _join_along(whole, 1 if name.endswith(_BY_COLUMN) else 0)
+        return _joined(name, [part for part in parts if part is not None])
+
+
+def _joined(name: str, parts: list[Tensor]) -> LazyTensor:
+    if len(parts) == 1 or not _is_divided(name):
+        return parts[0]
+    if "linear_fc1" in name and parts[0].shape[0] % 2 == 0:  # each rank has rows of gate, then rows of up
+        halves = [part.chunk(2) for part in parts]
+        return _join_along([half[i] for i in (0, 1) for half in halves], 0)
+    return _join_along(parts, 1 if name.endswith(_BY_COLUMN) else 0)
 
 
 def _is_divided(name: str) -> bool:
-    is_matrix = any(part in name for part in ("linear_", "word_embeddings", "output_layer"))
-    is_whole = "layer_norm" in name or "_down_proj" in name or name.endswith("linear_proj.bias")
+    is_matrix = any(part in name for part in ("linear_", "word_embeddings", "output_layer", "softmax_offset"))
+    is_whole = any(
+        part in name for part in ("layer_norm", "_down_proj", "linear_proj.bias", "linear_fc2.bias", "indexer")
+    )
     return is_matrix and not is_whole
 
 

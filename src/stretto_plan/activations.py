@@ -51,28 +51,38 @@ class BlockActivations:
     backward: tuple[Moment, ...]
     """The moments of its backward pass at which most is held."""
     width: float
-    """Width of the residual stream: what is kept of a block that is computed again."""
+    """The residual stream: what is kept of a block that is computed again."""
+    gathered: float
+    """The part of all tokens that other ranks of tp have: a projection or an MLP that is computed again keeps it."""
 
     @property
     def all(self) -> float:
         return self.residual + self.norm + self.attn_proj + self.attention + self.mlp + self.experts + self.router
 
-    def kept(self, ac: ActivationCheckpointSection | None, layer: int) -> float:
-        """Numbers per token after the forward pass of a block."""
-        if ac is None or layer % ac.freq:
+    def kept(self, ac: ActivationCheckpointSection | None, place: int | None) -> float:
+        """Numbers per token after the forward pass of a block.
+
+        place: in its group of blocks that are computed again; None: it is in none.
+        """
+        if ac is None or place is None:
             return self.all
         if ac.mode == "full":
-            return self.width
+            return self.width if place == 0 else 0.0
         parts = {"attn_proj": self.attn_proj, "mlp": self.mlp, "routed_experts": self.experts}
-        return self.all - sum(parts.get(target, 0.0) for target in ac.targets)
+        gathered = self.gathered * len({"attn_proj", "mlp"} & set(ac.targets))
+        return self.all + gathered - sum(parts.get(target, 0.0) for target in ac.targets)
 
 
-def block_activations(cfg: ModelConfig, layer: int, *, tp: int = 1, is_cpu: bool, is_half: bool) -> BlockActivations:
-    """The activations of a block on one rank.
+def block_activations(
+    cfg: ModelConfig, layer: int, *, tp: int = 1, splits_tokens: bool = False, is_cpu: bool, is_half: bool
+) -> BlockActivations:
+    """The activations of a block on one rank, in numbers per token of all ranks of tp.
 
-    is_half: 16-bit numbers; on a CPU these are computed without kernels in C.
+    splits_tokens: ranks of tp split the tokens outside the layers that they cut. is_half: 16-bit numbers; on a CPU
+    these are computed without kernels in C.
     """
     width = float(cfg.hidden_size)
+    own = 1 / tp if splits_tokens else 1.0  # share of the tokens
     has_kernels = is_cpu and not is_half
     kind = cfg.mixer_of(layer)
     has_mlp = layer not in cfg.layers_without_mlp
@@ -86,12 +96,12 @@ def block_activations(cfg: ModelConfig, layer: int, *, tp: int = 1, is_cpu: bool
         size = moe.latent_size or width
         inner = moe.top_k * moe.intermediate_size
         # Products of gate and up, silu of one half, their product: grouped products have no kernel in C.
-        experts = inner * (2.0 if moe.is_plain else 4.0)
-        router = moe.top_k * 2 * size + moe.num_experts + 6.0 * moe.top_k
+        experts = own * inner * (2.0 if moe.is_plain else 4.0)
+        router = own * (moe.top_k * 2 * size + moe.num_experts + 6.0 * moe.top_k)
         if moe.shared_size is not None:
             mlp = _mlp(moe.shared_size / tp, is_plain=moe.is_plain, has_kernels=has_kernels)
-        forward += moe.top_k * size
-        moments = _mixture_moments(width, moe.top_k * size, inner, 0.5 if moe.is_plain else 1 / 3)
+        forward += own * moe.top_k * size
+        moments = _mixture_moments(own * width, own * moe.top_k * size, own * inner, 0.5 if moe.is_plain else 1 / 3)
     elif has_mlp:
         dense = cfg.intermediate_size / tp
         mlp = _mlp(dense, is_plain=cfg.has_plain_mlp, has_kernels=has_kernels)
@@ -104,8 +114,8 @@ def block_activations(cfg: ModelConfig, layer: int, *, tp: int = 1, is_cpu: bool
     indexer = None if cfg.latent is None else cfg.latent.indexer
     chooses = kind == "sparse_latent" and indexer is not None and indexer.sources[layer] == layer
     return BlockActivations(
-        residual=width * halves + 2.0 * halves,
-        norm=norm,
+        residual=own * (width * halves + 2.0 * halves),
+        norm=own * norm,
         attn_proj=projected,
         attention=mixed,
         mlp=mlp,
@@ -114,7 +124,8 @@ def block_activations(cfg: ModelConfig, layer: int, *, tp: int = 1, is_cpu: bool
         choice_bytes=INDEX_BYTES * indexer.top_k if chooses and indexer is not None else 0.0,
         forward=forward,
         backward=tuple(moments),
-        width=width,
+        width=own * width,
+        gathered=(1 - own) * width,
     )
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim, SignSgdOptim
 from stretto.families.shape import ModelConfig
 from stretto_bench.hardware import GIB
@@ -181,7 +183,7 @@ def _per_rank(setup: Setup, size: NetworkSize) -> float:
     shards = degrees.dp_shard * degrees.cp
     cut = sum(layer.mixer + layer.dense for layer in size.layers) / degrees.tp
     whole = size.total - size.experts - sum(layer.mixer + layer.dense for layer in size.layers)
-    return (cut + whole) / shards + size.experts / shards
+    return (cut + whole) / shards + size.experts / degrees.experts_over
 
 
 def _state_values(optim: Optim, trained: float, matrices: float) -> float:
@@ -210,9 +212,10 @@ def _update_bytes(setup: Setup, held: Held) -> float:
 
 
 def _blocks(setup: Setup) -> list[BlockActivations]:
+    mesh: dict[str, Any] = {"tp": setup.degrees.tp, "splits_tokens": setup.degrees.splits_tokens}
     is_half = setup.train_dtype != "float32"
     return [
-        block_activations(setup.shape, layer, tp=setup.degrees.tp, is_cpu=setup.is_cpu, is_half=is_half)
+        block_activations(setup.shape, layer, **mesh, is_cpu=setup.is_cpu, is_half=is_half)
         for layer in range(setup.shape.num_layers)
     ]
 
@@ -220,13 +223,29 @@ def _blocks(setup: Setup) -> list[BlockActivations]:
 def _kept_bytes(setup: Setup, blocks: Sequence[BlockActivations], tokens: float, value: float) -> float:
     """Bytes that the forward pass of a row keeps, inside and outside the blocks."""
     ac, offload = setup.model.ac, setup.model.ac_offloading
-    width, rotated = setup.shape.hidden_size, 2.0 * setup.shape.head_dim
+    width, rotated = blocks[0].width, 2.0 * setup.shape.head_dim
     around = (2 * width + rotated) * value * tokens  # the last block's result, what the head reads; angles
     choices = sum(block.choice_bytes for block in blocks) * tokens
     if offload is not None:
         inflight = min(offload.max_inflight_activations, len(blocks))
         return inflight * width * value * tokens + around + choices
-    return sum(b.kept(ac, i) for i, b in enumerate(blocks)) * value * tokens + around + choices
+    return sum(_kept_by_block(ac, blocks)) * value * tokens + around + choices
+
+
+def _kept_by_block(ac: ActivationCheckpointSection | None, blocks: Sequence[BlockActivations]) -> list[float]:
+    """Numbers per token that each block keeps after its forward pass."""
+    groups = [] if ac is None else ac.groups(len(blocks))
+    places = {block: block - group.start for group in groups for block in group}
+    return [block.kept(ac, places.get(index)) for index, block in enumerate(blocks)]
+
+
+def _recomputed_before(ac: ActivationCheckpointSection | None, blocks: Sequence[BlockActivations]) -> list[float]:
+    """By block: numbers per token that the blocks before it in its group hold again when its backward pass begins."""
+    before = [0.0] * len(blocks)
+    for group in [] if ac is None or ac.mode != "full" else ac.groups(len(blocks)):
+        for index in group[1:]:
+            before[index] = before[index - 1] + blocks[index - 1].all
+    return before
 
 
 def _inputs_bytes(blocks: Sequence[BlockActivations], tokens: float, value: float) -> float:
@@ -240,6 +259,7 @@ def _forward_values(blocks: Sequence[BlockActivations]) -> float:
 def _head_bytes(setup: Setup, tokens: float) -> float:
     """Logits, their exponentials, and the result of one operation on them, in float32."""
     chunk, vocab = setup.model.fused_lm_head_token_chunk_size, setup.shape.vocab_size
+    tokens /= setup.degrees.tp if setup.degrees.splits_tokens else 1
     if tokens * vocab <= MAX_SAVED_LOGITS:
         chunk = int(tokens)
     return 3 * min(chunk, tokens) * vocab * 4.0
@@ -267,8 +287,9 @@ def _backward(
     per_block = [layer.total * BYTES[setup.model.optimization_dtype] for layer in setup.size.layers]
     all_weights = setup.size.total * BYTES[setup.model.optimization_dtype]
     worst, parts = -1.0, {}
+    kept, again = _kept_by_block(ac, blocks), _recomputed_before(ac, blocks)
     for index, block in enumerate(blocks):
-        before = sum(b.kept(ac, i) for i, b in enumerate(blocks[:index])) * value * tokens
+        before = (sum(kept[:index]) + again[index]) * value * tokens
         if setup.model.ac_offloading is not None:
             before = min(index, setup.model.ac_offloading.max_inflight_activations) * block.width * value * tokens
         own = _block_backward(setup, index, block, value * tokens, is_first=is_first)

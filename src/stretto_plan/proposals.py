@@ -177,6 +177,8 @@ def _meshes(setup: Setup) -> Iterator[Words]:
         for tp in (model.tp // 2, model.tp * 2):
             if tp >= 1:
                 yield _words(model__tp=tp)
+        if degrees.tp > 1 and not degrees.splits_tokens:
+            yield _words(model__sequence_parallel=True)
         if degrees.dp_shard % 2 == 0:
             yield _words(model__dp_replicate=2 * degrees.dp_replicate)
         if setup.size.experts:

@@ -70,7 +70,7 @@ def setup_text(setup: Setup) -> str:
         )
         if value > 1
     )
-    mesh += f", ep {degrees.ep}" if degrees.ep > 1 else ""
+    mesh += " with split tokens" * degrees.splits_tokens + f", ep {degrees.ep}" * (degrees.ep > 1)
     rows = [
         ["network", f"{setup.shape.family}, {_count(size_.total)} weights{experts}"],
         ["hardware", f"{hardware.name}, {size(hardware.memory_bytes)} each" + _devices(setup)],
@@ -234,7 +234,8 @@ def setup_json(setup: Setup) -> dict[str, Any]:
         "gpus": setup.num_devices,
         "trainer": {
             "ranks": setup.num_ranks, "dp_replicate": degrees.dp_replicate, "dp_shard": degrees.dp_shard,
-            "cp": degrees.cp, "tp": degrees.tp, "ep": degrees.ep, "dtype": setup.train_dtype,
+            "cp": degrees.cp, "tp": degrees.tp, "ep": degrees.ep, "splits_tokens": degrees.splits_tokens,
+            "dtype": setup.train_dtype,
         },
         "engines": [
             {"role": e.role, "count": e.count, "gpus": e.devices, "tp": e.tp, "experts_over": e.experts_over,

@@ -29,9 +29,9 @@ STAGES = {
     "four": (
         4,
         {
-            "dense": {"tp": 2},
+            "dense": {"tp": 2, "sequence_parallel": True},
             "untied": {"dp_replicate": 2, "tp": 2},
-            "moe": {"ep": 2, "tp": 2},
+            "moe": {"ep": 4, "tp": 2, "sequence_parallel": True},
             "lora": {"tp": 2, "cp": 2},
             "muon": {"dp_replicate": 2},
         },

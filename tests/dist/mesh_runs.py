@@ -127,6 +127,7 @@ def _cases() -> list[Case]:
         *_memory_cases(),
         *_vision_cases(),
         *_lora_cases(),
+        *_split_cases(),
         Case(2, "fsdp", "fp8"),
         Case(2, "fsdp", "muon"),
         Case(2, "tp", "muon", {"tp": 2}),
@@ -191,6 +192,7 @@ def _memory_cases() -> list[Case]:
     projections = {"ac": {"mode": "selective", "targets": ("attn_proj", "mlp")}}
     return [
         Case(2, "fsdp_ac", "dense", full),
+        Case(2, "fsdp_groups", "dense", {"ac": {"group_size": 2}}),
         Case(2, "ulysses_ac", "dense", full | {"cp": 2}),
         Case(2, "ring_ac", "dense", full | {"cp": 2, "cp_style": "ring"}),
         Case(2, "tp_parts", "dense", projections | {"tp": 2}),
@@ -199,6 +201,42 @@ def _memory_cases() -> list[Case]:
         Case(2, "ep_ulysses_ac", "replay", full | {"ep": 2, "cp": 2}),
         Case(4, "ep2_ac", "moe", full | {"ep": 2}),
         Case(4, "ep2_experts", "replay", experts | {"ep": 2, "cp": 2, "cp_style": "ring"}),
+    ]
+
+
+def _split_cases() -> list[Case]:
+    """Ranks of tp that split tokens, and may have different experts."""
+    split = {"tp": 2, "sequence_parallel": True}
+    ring = {"cp": 2, "cp_style": "ring"}
+    return [
+        Case(2, "split", "dense", split),
+        Case(2, "split", "bias", split),
+        Case(2, "split_reshard", "cut", split | {"reshard_after_forward": False}),
+        Case(2, "split_ac", "dense", split | {"ac": {}}),
+        Case(2, "split_groups", "dense", split | {"ac": {"group_size": 2}}),
+        Case(2, "split_parts", "dense", split | {"ac": {"mode": "selective", "targets": ("attn_proj", "mlp", "norm")}}),
+        Case(2, "split", "moe", split | {"ep": 1}),
+        Case(2, "split_ep", "moe", split | {"ep": 2}),
+        Case(2, "split_ep", "replay", split | {"ep": 2}),
+        Case(2, "split_ep_ac", "moe", split | {"ep": 2, "ac": {}}),
+        Case(2, "split", "ppo", split),
+        Case(2, "split", "muon", split),
+        Case(2, "split_ep", "muon_moe", split | {"ep": 2}),
+        Case(2, "split", "lora", split),
+        Case(2, "split_ep", "lora_moe", split | {"ep": 2}),
+        Case(2, "split", "vision", split),
+        Case(2, "split_ep", "vision_moe", split | {"ep": 2}),
+        *(Case(2, "split_ep", kind, split | {"ep": 2}) for kind in ("glm4_moe", "afmoe", "laguna")),
+        Case(2, "split", "glm4", split),
+        Case(4, "split_ep4", "moe", split | {"ep": 4}),
+        Case(4, "split_ep2", "replay", split | {"ep": 2}),
+        Case(4, "split4_ep4", "heads_moe", split | {"tp": 4, "ep": 4}),
+        Case(4, "hsdp_split_ep", "moe", split | {"dp_replicate": 2, "ep": 2}),
+        Case(4, "split_ulysses", "untied", split | {"cp": 2}),
+        Case(4, "split_ring_ep4", "replay", split | ring | {"ep": 4}),
+        Case(4, "split_ulysses_ep2", "moe", split | {"cp": 2, "ep": 2}),
+        Case(4, "split_ep4", "lora_moe", split | {"ep": 4}),
+        Case(8, "split4_ep8", "heads_moe", split | {"tp": 4, "ep": 8}),
     ]
 
 
@@ -265,6 +303,7 @@ QUICK = frozenset(
     4-ep_ring_ac-glm_moe_dsa-shared-choices-biases
     4-hsdp_tp-ppo 4-hsdp_ulysses-dense 4-tp_ulysses-untied 4-hsdp_ep-moe 4-ep4_ring-replay 4-ep_tp-lora_moe
     4-fsdp-muon_odd
+    2-split-dense 2-split_parts-dense 2-split_ep-replay 4-split_ep4-moe 4-split_ulysses-untied
     """.split()  # noqa: SIM905
 )
 """The cases of `make test`: every axis, every pair of axes and every kind; `make test-all` has all products."""
@@ -354,7 +393,8 @@ def policy_of(kind: str):
         return _mixer_policy(kind)
     if kind in FAMILIES:
         return build_policy(**MOE | {"family": kind, "sliding_window": 7})
-    return build_policy(**MOE, has_expert_bias=kind == "moe")
+    heads = {"num_kv_heads": 4} if kind == "heads_moe" else {}
+    return build_policy(**MOE | heads, has_expert_bias=kind == "moe")
 
 
 def _mixer_policy(kind: str) -> Decoder:

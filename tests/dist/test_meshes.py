@@ -108,7 +108,7 @@ def test_every_tensor_is_published_by_one_rank_and_none_by_a_replica(case, on_me
 @of_cases([c for c in CASES if c.model.get("ep", 1) > 1 and "lora" not in c.kind])
 def test_an_expert_is_published_by_a_rank_that_has_it(case, on_meshes):
     degrees = case.model
-    ep, tp = degrees["ep"], degrees.get("tp", 1)
+    ep, tp = degrees["ep"], 1 if degrees.get("sequence_parallel") else degrees.get("tp", 1)
     count = policy_of(case.kind).config.moe.num_experts
     for rank, mine in enumerate(on_meshes(case)["owned"]):
         numbers = [name.split(".experts.")[1].split(".")[0] for name in mine if ".experts." in name]

@@ -65,6 +65,13 @@ class Degrees:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    splits_tokens: bool = False
+    """Ranks of tp split the tokens of a pass outside the layers that they cut, and may have different experts."""
+
+    @property
+    def experts_over(self) -> int:
+        """Ranks that together have all experts: those of one replica with different tokens or weights."""
+        return self.dp_shard * self.cp * (self.tp if self.splits_tokens else 1)
 
     @property
     def dp(self) -> int:
@@ -135,7 +142,8 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
         dp_shard=island // section.cp,
         cp=section.cp,
         tp=section.tp,
-        ep=_expert_degree(section.ep, island, shape),
+        ep=_expert_degree(section, island, shape),
+        splits_tokens=section.sequence_parallel and section.tp > 1,
     )
 
 
@@ -193,19 +201,24 @@ def _check_uncut(section: ModelSection, shape: Any) -> None:
             )
 
 
-def _expert_degree(ep: int | str, island: int, shape: Any) -> int:
+def _expert_degree(section: ModelSection, island: int, shape: Any) -> int:
+    ep, folded = section.ep, island * section.tp
     if not shape.num_experts:
         if ep not in ("auto", 1):
             raise ConfigError(f"[model] ep = {ep}, but the policy has no experts; leave ep out")
         return 1
     experts = shape.num_experts
-    valid = [n for n in _divisors(island) if experts % n == 0]
+    valid = [n for n in _divisors(folded if section.sequence_parallel else island) if experts % n == 0]
     if ep == "auto":
         return valid[-1]
     if ep not in valid:
+        ranks = f"dp_shard x cp x tp = {folded}" if section.sequence_parallel else f"dp_shard x cp = {island}"
+        more = ""
+        if not section.sequence_parallel and not folded % ep and not experts % ep:
+            more = "; or set sequence_parallel = true, with which ranks of tp have different experts too"
         raise ConfigError(
-            f"[model] ep = {ep} must divide both dp_shard x cp = {island} ranks and the {experts} experts; "
-            f'valid: {_listed(valid)}, or "auto"'
+            f"[model] ep = {ep} must divide both {ranks} ranks and the {experts} experts; "
+            f'valid: {_listed(valid)}, or "auto"{more}'
         )
     return int(ep)
 

@@ -278,6 +278,8 @@ class Decoder(nn.Module):
         self.model = Stack(cfg)
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
+        self.groups = [range(cfg.num_layers)]
+        """Blocks that `run` computes in one call: a trainer computes a group again as a whole."""
         self._angle_tables: dict[Rope, Angles] = {}
         self._rope_by_layer = [cfg.attention(layer).rope for layer in range(cfg.num_layers)]
 
@@ -319,13 +321,29 @@ class Decoder(nn.Module):
             x = vectors.place(x)
         angles = self.angles(position_ids, x.dtype)
         routing = routing or Routing()
+        for layers in self.groups:
+            x = self.run(x, layers, angles, attend, rows, routing, documents, vectors)
+        return self.model.norm(x)
+
+    def run(
+        self,
+        x: Float[Tensor, "tokens dim"],
+        layers: range,
+        angles: list[Angles | None],
+        attend: Attend,
+        rows: Int[Tensor, " rows"] | None,
+        routing: Routing,
+        documents: Documents | CarriedDocuments | None,
+        vectors: ImageVectors | None,
+    ) -> Float[Tensor, "rows dim"]:
+        """The residual stream after some blocks; after the last one, only of `rows`."""
         last = len(self.model.layers) - 1
-        for layer, block in enumerate(self.model.layers):
+        for layer in layers:
             is_cut = layer == last and (vectors is None or layer >= len(vectors.deepstack))
-            x = block(x, angles[layer], attend, rows if is_cut else None, routing, documents)
+            x = self.model.layers[layer](x, angles[layer], attend, rows if is_cut else None, routing, documents)
             if vectors is not None and not is_cut:
                 x = vectors.add(layer, x)
-        return self.model.norm(x if is_cut else _select_rows(x, rows))
+        return x if last not in layers or is_cut else _select_rows(x, rows)
 
     def hidden(
         self,

@@ -126,6 +126,16 @@ class StreamWriter:
         os.fsync(self._file.fileno())
         self._file.close()
 
+    def __enter__(self) -> StreamWriter:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Close the file; after an error it is incomplete."""
+        if error is None:
+            self.close()
+        else:
+            self._file.close()
+
 
 def _tensor(path: Path, name: str, entry: dict[str, Any], begin: int, end: int) -> FileTensor:
     if entry["dtype"] not in _DTYPES:

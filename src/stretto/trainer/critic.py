@@ -111,6 +111,7 @@ class Critic:
     def __init__(
         self, module: Decoder, *, section: CriticSection, model: ModelSection, optim: Optim, mesh: Mesh | None = None
     ) -> None:
+        model = model if section.ac is None else model.model_copy(update={"ac": section.ac})
         self.section, self._model = section, model
         optim = section.optim or optim.model_copy(update={"lr": section.lr or optim.lr})
         self._warmup = ConstantScheduler(warmup_steps=section.lr_warmup_steps)

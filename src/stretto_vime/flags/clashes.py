@@ -97,7 +97,7 @@ IDLE = (
     "--load-debug-rollout-data-subsample --load-debug-rollout-data",
     "--wandb-project --use-wandb", "--wandb-group --use-wandb", "--wandb-team --use-wandb", "--wandb-mode --use-wandb",
     "--lora-alpha --lora-rank", "--lora-dropout --lora-rank", "--target-modules --lora-rank",
-    "--recompute-method --recompute-granularity", "--recompute-num-layers --recompute-granularity",
+    "--recompute-method --recompute-granularity", "--recompute-num-layers --recompute-method",
     "--moe-router-bias-update-rate --moe-router-enable-expert-bias", "--fp8-recipe --fp8-format",
     "--opsm-delta --use-opsm", "--opd-type --use-opd",
     "--opd-kl-coef --use-opd", "--opd-teacher-load --use-opd", "--opd-teacher-ckpt-step --use-opd",

@@ -2,6 +2,7 @@
 
 TP whose ranks cannot divide the heads of a model becomes CP, whose ranks share a row's tokens: each has as many tokens
 as with --sequence-parallel. What CP cannot take becomes more replicas, whose weights are sharded; results are the same.
+TP of the experts becomes EP: as many ranks share an expert's weights or have different experts.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from stretto.base.errors import ConfigError
 from stretto.check.degrees import find_degrees, read_shape
 from stretto.check.models import check_family, find_model
 from stretto.config.sections.model import ModelSection
 from stretto_vime.flags.flag import Values
+
+EXPERTS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,9 @@ class Axes:
 def axes(flags: Values) -> Axes:
     """The axes nearest to those that were typed that the model allows; those that were typed if none are."""
     tp, cp, ep = flags.tensor_model_parallel_size, flags.context_parallel_size, flags.expert_model_parallel_size
+    ep *= flags.expert_tensor_parallel_size or 1
     ranks = flags.actor_num_nodes * flags.actor_num_gpus_per_node
-    typed = Axes(tp, cp, math.gcd(ep, ranks // tp) if ranks else ep)
+    typed = Axes(tp, cp, math.gcd(ep, ranks // (1 if flags.sequence_parallel else tp)) if ranks else ep)
     if tp * cp == 1 and ep == 1:
         return typed
     try:
@@ -43,8 +48,10 @@ def axes(flags: Values) -> Axes:
         return typed  # said where the model is checked
     if shape is None:  # a model of transformers'
         return Axes(1, 1, 1)
-    for each in _candidates(tp, cp, ep, max(ranks, 1)):
-        section = ModelSection(tp=each.tp, cp=each.cp, cp_style="ring" if each.cp > 1 else "auto", ep=each.ep)
+    for each in _candidates(typed, ep, max(ranks, 1), flags, shape.num_experts):
+        style: Literal["ring", "auto"] = "ring" if each.cp > 1 else "auto"
+        splits = splits_tokens(flags, each)
+        section = ModelSection(tp=each.tp, cp=each.cp, cp_style=style, sequence_parallel=splits, ep=each.ep)
         try:
             find_degrees(section, max(ranks, 1), shape)
         except ConfigError:
@@ -53,12 +60,18 @@ def axes(flags: Values) -> Axes:
     return typed
 
 
-def _candidates(tp: int, cp: int, ep: int, ranks: int) -> Iterator[Axes]:
+def splits_tokens(flags: Values, mesh: Axes) -> bool:
+    """Ranks of TP split tokens."""
+    return bool(flags.sequence_parallel) and mesh.tp > 1
+
+
+def _candidates(typed: Axes, ep: int, ranks: int, flags: Values, num_experts: int) -> Iterator[Axes]:
     """Meshes of these ranks, the nearest to what was typed first."""
-    for fewer in _divisors(tp):
-        for more in _divisors(cp * tp // fewer):
-            if more % cp == 0 or cp % more == 0:
-                yield Axes(fewer, more, math.gcd(ep, ranks // fewer))
+    for fewer in _divisors(typed.tp):
+        for more in _divisors(typed.cp * typed.tp // fewer):
+            if more % typed.cp == 0 or typed.cp % more == 0:
+                most = math.gcd(ep, ranks // (1 if splits_tokens(flags, Axes(fewer, more, ep)) else fewer))
+                yield from (Axes(fewer, more, each) for each in (_divisors(most) if num_experts else [most]))
 
 
 def _divisors(number: int) -> list[int]:
@@ -79,8 +92,14 @@ def notes(flags: Values) -> Iterator[str]:
         )
     if flags.moe_enable_deepep and found.ep == 1:
         yield "--moe-enable-deepep does nothing: every rank has its part of all experts' weights, and no token travels"
-    if found.ep != ep:
+    if found.ep != ep * (flags.expert_tensor_parallel_size or 1):
+        why = "" if flags.sequence_parallel or tp == 1 else " (ranks of TP are among them with --sequence-parallel)"
+        names = flags.typed(*(name for name in EXPERTS if name in flags.given))
+        yield (f"{names}: model.ep is {found.ep}{why}; weights are sharded over all ranks, and results are the same")
+    elif found.ep != ep:
         yield (
-            f"{flags.typed('--expert-model-parallel-size')}: ranks that share tokens are not among those that share "
-            f"experts, which are {found.ep}; weights are sharded over all, and results are the same"
+            f"{flags.typed('--expert-tensor-parallel-size')}: an expert is whole on its rank, and {found.ep} ranks "
+            "(EP x ETP) have different experts; results are the same"
         )
+    if flags.sequence_parallel and tp == 1:
+        yield f"{flags.typed('--sequence-parallel')} does nothing with {flags.typed('--tensor-model-parallel-size')}"

@@ -23,7 +23,7 @@ from stretto_megatron.places import find_iteration, is_megatron
 CASES = Path(__file__).parents[2] / "cases" / "megatron"
 KINDS = (
     "dense.torch_dist", "moe.torch_dist", "glm4_moe.torch_dist", "deepseek_v3.torch_dist", "dense.torch_tp2",
-    "moe.torch_ep2",
+    "moe.torch_ep2", "gpt_oss.torch_dist", "glm_moe_dsa.torch_dist", "gpt_oss.torch_tp2_ep2",
 )  # fmt: skip
 
 
@@ -48,7 +48,9 @@ def map_of(directory: Path) -> TensorMap:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "glm_moe_dsa"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_that_goes_to_megatron_and_back_has_its_bits(family, dtype, tmp_path):
     scratch = ScratchSection(family=family, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2)

@@ -214,6 +214,13 @@ def test_the_critic_has_an_optimizer_of_its_own(read, override, key, value):
         assert own.betas2 == 0.98
 
 
+def test_the_critic_recomputes_blocks_of_its_own(read):
+    flags = "--advantage-estimator ppo --recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+    cfg = read("--megatron-config-path", of_critic("{recompute_num_layers: 4}"), flags)
+    assert (cfg.model.ac.group_size, cfg.trainer.critic.ac.group_size, cfg.trainer.critic.ac.mode) == (2, 4, "full")
+    assert read("--megatron-config-path", of_critic("{recompute_num_layers: 2}"), flags).trainer.critic.ac is None
+
+
 def test_what_the_critic_has_in_common_may_be_said_again(read):
     overrides = "{tensor_model_parallel_size: 1, weight_decay: 0.1, lr_decay_style: constant, lr: 1e-5}"
     flags = "--advantage-estimator ppo --weight-decay 0.1"
@@ -323,8 +330,8 @@ MISTAKES = {
     "a flag of nobody": ("--megatron-config-path",
         "megatron: [{name: a, role: actor, overrides: {lrr: 1}}]", "--lrr: unknown flag; did you mean --lr?"),
     "only the actor's": ("--megatron-config-path",
-        "megatron: [{name: a, role: critic, overrides: {recompute_granularity: full}}]",
-        "recompute_granularity: full of the critic in file.yaml: the critic has the actor's, None; leave it out",
+        "megatron: [{name: a, role: critic, overrides: {bf16: false}}]",
+        "bf16: False of the critic in file.yaml: the critic has the actor's, True; leave it out",
         "--advantage-estimator ppo"),
     "a fall of the critic's rate": ("--megatron-config-path",
         "megatron: [{name: a, role: critic, overrides: {lr_decay_style: cosine}}]", "rate stays after its rise; use",

@@ -93,6 +93,10 @@ AT_RUN_TIME = {
     "ulysses": (3, {"cp": 3, "cp_style": "ulysses"}, 'cp = 3 does not divide the 4 query heads .*; valid: 1, 2, 4'),
     "tp of joint norms": (2, {"tp": 2, "family": "minimax_m2"}, "tp = 2: a minimax_m2 normalises .*; use tp = 1"),
     "ep without experts": (2, {"ep": 2}, "ep = 2, but the policy has no experts; leave ep out"),
+    "ep over tp": (4, {"tp": 2, "ep": 3, "sequence_parallel": True, "family": "qwen3_moe"},
+        'ep = 3 must divide both dp_shard x cp x tp = 4 ranks and the 6 experts; valid: 1, 2, or "auto"'),
+    "ep over tp with whole tokens": (2, {"tp": 2, "ep": 2, "family": "qwen3_moe"},
+        'ep = 2 must divide both dp_shard x cp = 1 ranks .*; valid: 1, or "auto"; or set sequence_parallel = true'),
     "ep": (4, {"ep": 3, "family": "qwen3_moe"}, 'ep = 3 must divide both .* and the 6 experts; valid: 1, 2, or "auto"'),
 }  # fmt: skip
 
@@ -105,6 +109,15 @@ def test_torchrun_refuses_the_same_when_the_model_is_known(name):
     shape = hub.random_model(ScratchSection(**SCRATCH, family=family, num_layers=1), 40).config
     with pytest.raises(ConfigError, match=words):
         mesh.find_degrees(ModelSection(**model), world_size, shape)
+
+
+@pytest.mark.parametrize(
+    ("model", "ep"), [({"ep": 8}, 8), ({"ep": "auto"}, 8), ({"ep": 2}, 2), ({"ep": "auto", "dp_replicate": 2}, 4)]
+)
+def test_ranks_of_tp_that_split_tokens_have_different_experts(model, ep):
+    shape = Shape(8, 4, 64, num_experts=128, family="qwen3_moe")
+    found = mesh.find_degrees(ModelSection(tp=4, sequence_parallel=True, **model), 8, shape)
+    assert (found.tp, found.ep, found.world_size, found.splits_tokens) == (4, ep, 8, True)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from tiny import build_policy, documents, pack
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ActivationCheckpointSection, LoRASection, ModelSection
-from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler, CriticSection
 from stretto.models.attention import PackedLayout
 from stretto.models.hf import load_hf_model
 from stretto.models.hub import save_hf
 from stretto.models.moe import Routing
+from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.learner import Learner
 from stretto.trainer.optim.muon import find_matrices
 from stretto.trainer.parallel import memory
@@ -24,6 +25,8 @@ from stretto.trainer.parallel.memory import ActivationOffload, prepare_blocks
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 MOE = SHAPE | {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SELECTIVE = {"mode": "selective"}
+RECOMPUTED = [{}, {"freq": 2}, {"group_size": 2}, {"num_blocks": 1}, SELECTIVE, SELECTIVE | {"targets": "all"}]
 DENSE_TARGETS, MOE_TARGETS = ("norm", "attn_proj", "mlp"), ("norm", "attn_proj", "routed_experts")
 
 
@@ -69,9 +72,7 @@ def assert_equal(got, want):
 @pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["dense", "moe", "replay"])
-@pytest.mark.parametrize(
-    "ac", [{}, {"freq": 2}, {"mode": "selective"}, {"mode": "selective", "targets": "all"}], ids=str
-)
+@pytest.mark.parametrize("ac", RECOMPUTED, ids=str)
 def test_what_is_computed_again_is_the_same_to_the_bit(ac, kind, dtype):
     shape = SHAPE if kind == "dense" else MOE
     if ac.get("targets"):
@@ -115,6 +116,16 @@ def test_each_target_saves_memory_and_full_checkpoints_save_most():
         half, full = saved_bytes(shape, {"ac": {"freq": 2}}), saved_bytes(shape, {"ac": {}})
         assert max(some) < plain and both < min(some)
         assert full < both < plain and full < half < plain
+
+
+def test_groups_of_blocks_keep_one_input_and_the_blocks_after_them_keep_all():
+    shape = SHAPE | {"num_layers": 5}
+    plain, each = saved_bytes(shape, {}), saved_bytes(shape, {"ac": {}})
+    pairs, some = saved_bytes(shape, {"ac": {"group_size": 2}}), saved_bytes(shape, {"ac": {"num_blocks": 3}})
+    one = 4 * 200 * SHAPE["hidden_size"]
+    assert each - pairs == 2 * one, "three inputs of five"
+    both = saved_bytes(shape, {"ac": {"group_size": 2, "num_blocks": 4}})
+    assert pairs < each < both < some < plain
 
 
 def test_nothing_is_computed_again_where_nothing_is_learned():
@@ -223,3 +234,16 @@ def test_muon_finds_the_matrices_of_a_transformers_model(tmp_path):
     save_hf(build_policy(**MOE), tmp_path)
     found = find_matrices(load_hf_model(tmp_path, dtype=torch.float32))
     assert len(found) == 2 * (4 + 1 + 2) and not any("embed" in name or "norm" in name for name in found)
+
+
+def test_a_critic_computes_again_what_its_own_section_says():
+    values = {}
+    for ac in (None, ActivationCheckpointSection(num_blocks=1)):
+        network = with_value_head(build_policy(seed=1, **SHAPE))
+        critic = Critic(network, section=CriticSection(ac=ac), model=ModelSection(), optim=AdamWOptim())
+        assert ["forward" in vars(block) for block in network.model.layers] == [ac is not None, False]
+        row = pack(documents())
+        numbers = np.linspace(0, 1, len(row.token_ids), dtype=np.float32)
+        critic.forward_backward([replace(row, values=numbers * 0, returns=numbers)])
+        values[ac is None] = [p.grad for p in critic.network.weights.parameters]
+    assert all(torch.equal(a, b) for a, b in zip(values[True], values[False], strict=True))

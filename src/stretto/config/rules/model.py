@@ -125,12 +125,14 @@ def scratch_shape(s: ScratchSection, at: At) -> Problems:
 
 
 def expert_backend(m: ModelSection, at: At) -> Problems:
-    """Code of a model's authors, and how experts travel."""
+    """Code of a model's authors, how tokens are split, and how experts travel."""
     if m.impl == "custom":
         yield from idle(at, "trust_remote_code", "impl", 'use impl = "hf"')
     backend, dtype = at("ep_comm_backend"), at("dtype")
     if m.ep_comm_backend != "deepep":
         yield from idle(at, ("deepep_num_sms", "deepep_token_chunk_size"), "ep_comm_backend", 'use "deepep"')
+    if m.tp == 1:
+        yield from idle(at, "sequence_parallel", "tp", "raise tp")
     if m.ep == 1:
         yield from idle(at, "ep_comm_backend", "ep", "raise ep")
     if m.ep_comm_backend == "deepep" and m.dtype == "float32":
@@ -158,6 +160,14 @@ def whole_layers(m: ModelSection, at: At) -> Problems:
     mode = at("ac.mode")
     if m.ac is not None and m.ac.mode == "selective" and m.impl == "hf":
         yield Problem((mode, impl), f'{mode} knows the parts of our own modules only, not {impl}; use mode = "full"')
+    size = at("ac.group_size")
+    if m.ac is not None and m.ac.group_size > 1 and m.impl == "hf":
+        yield Problem((size, impl), f"{size}: only blocks of our own modules are grouped, not those of {impl}")
+    if m.ac is not None and m.ac.group_size > 1 and m.ac_offloading is not None:
+        offload = at("ac_offloading")
+        yield Problem(
+            (size, offload), f"{size} keeps nothing between blocks that {offload.path} could move; leave one out"
+        )
 
 
 def vision(m: ModelSection, at: At) -> Problems:
@@ -205,8 +215,13 @@ def eight_bits(m: ModelSection, at: At) -> Problems:
 def checkpointed_parts(ac: ActivationCheckpointSection, at: At) -> Problems:
     """The parts that are computed again are named where parts are chosen."""
     parts = at("targets")
+    size, freq = at("group_size"), at("freq")
+    if ac.group_size > 1 and ac.freq > 1:
+        yield Problem((size, freq), f"{size} and {freq} both choose blocks; leave one of them out")
     if ac.mode == "full":
         yield from idle(at, "targets", "mode", 'use "selective"', why="whole blocks are computed again")
+    else:
+        yield from idle(at, "group_size", "mode", 'use "full"', why="parts of each block are computed again")
     if ac.mode == "selective" and not ac.targets:
         yield Problem(parts, f"{parts.path} is empty: nothing would be computed again; name some parts")
 

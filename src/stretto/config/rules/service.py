@@ -20,6 +20,7 @@ REFUSED = {
     "orchestrator.num_train_workers": "the service spreads a batch over its own ranks; leave it out",
     "model.cp": SPREAD,
     "model.tp": SPREAD,
+    "model.sequence_parallel": SPREAD,
     "model.scratch": "the service has one model; name it as model.name",
     "colocate": "the service has the devices; leave it out",
     "slurm": ON_THIS_MACHINE,

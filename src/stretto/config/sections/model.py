@@ -123,9 +123,20 @@ class ActivationCheckpointSection(Section):
     """`full`: only a block's input is kept; `selective`: only the parts named in `targets` are computed again."""
     freq: int = Field(1, gt=0)
     """Only blocks 0, freq, 2 freq, ... do so; the others keep everything."""
+    group_size: int = Field(1, gt=0)
+    """With mode = "full": so many neighbouring blocks are computed again at once, and keep one input between them. Less
+    is kept during the forward pass, and all that a group keeps is there during its backward pass."""
+    num_blocks: int | None = Field(None, gt=0)
+    """Only the first so many blocks do so; the others keep everything. None: all."""
     targets: tuple[Literal["norm", "attn_proj", "mlp", "routed_experts", "mla_up_proj", "linear_attn"], ...] = ("norm",)
     """With mode = "selective". `norm`: the norms before attention and MLP; `attn_proj`: from a block's input to its
     queries, keys and values; `mlp`: dense MLPs; `routed_experts`: experts, without the exchange of their tokens."""
+
+    def groups(self, num_blocks: int) -> list[range]:
+        """The blocks of each group whose members are computed again, whole or some parts of them."""
+        last = min(self.num_blocks or num_blocks, num_blocks)
+        step = max(self.freq, self.group_size)
+        return [range(first, min(first + self.group_size, last)) for first in range(0, last, step)]
 
 
 class ActivationOffloadSection(Section):
@@ -205,8 +216,12 @@ class ModelSection(Section):
     `auto`: `ulysses` if cp divides the heads, else `ring`; `ring` for families with an indexer (glm_moe_dsa)."""
     tp: int = Field(1, gt=0)
     """Ranks that share the features of one token, tensor parallelism; a divisor of the key and value heads."""
+    sequence_parallel: bool = False
+    """Ranks of tp split the tokens of a row outside the layers that they cut: norms, residuals, experts, the output
+    head. What these keep for the backward pass is divided by tp, and ep may take ranks of tp."""
     ep: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Ranks that share the experts of a mixture, among those that share the weights; `auto`: as many as can."""
+    """Ranks that share the experts of a mixture, among dp_shard x cp, and x tp with sequence_parallel; `auto`: as many
+    as can."""
     ep_comm_backend: Literal["torch", "deepep"] = "torch"
     """How tokens travel to their experts: `torch` is its all-to-all; `deepep` is DeepEP's, for experts over several
     nodes (GPUs, dtype bfloat16, the package deep_ep). Gradients are clipped with both."""

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from stretto.config.section import Section
 from stretto.config.sections.algorithm import Advantages, DefaultLoss, Loss
+from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.config.sections.run import RunKeys
 
 
@@ -148,6 +149,8 @@ class CriticSection(Section):
     """Learning rate; None: the peak of the policy's."""
     optim: Optim | None = None
     """Present: an optimizer with settings of its own, learning rate included; None: those of the policy's."""
+    ac: ActivationCheckpointSection | None = None
+    """Present: what the critic computes again in its backward pass; None: what the policy does, [model.ac]."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Steps of linear rise from 0; then the rate stays."""
     num_critic_only_steps: int = Field(0, ge=0)

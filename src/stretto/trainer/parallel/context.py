@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,10 +61,18 @@ def _assign_tokens(num_tokens: int, degree: int, style: str, device: torch.devic
     return _TokenShards(inputs, torch.from_numpy(owner).to(device), torch.from_numpy(place).to(device))
 
 
+class PassRows(NamedTuple):
+    """The rows of a pass whose hidden states are computed, and which one is before each trained token."""
+
+    num_tokens: int
+    rows: Int[Tensor, " rows"]
+    predictors: Int[Tensor, " trained"]
+
+
 def hidden_states(
     policy: Decoder, inputs: PassInputs, mesh: Mesh, style: str, routing: Routing | None
-) -> tuple[Float[Tensor, "trained dim"], list[Int[Tensor, " _"]]]:
-    """Hidden states before this rank's trained tokens, and the indices of each rank's trained tokens.
+) -> tuple[Float[Tensor, "rows dim"], PassRows, list[Int[Tensor, " _"]]]:
+    """Hidden states of this rank's pass, its rows, and the indices of each rank's trained tokens.
 
     routing: for the whole row; the expert loads of this rank's tokens are added to it.
     """
@@ -94,10 +102,10 @@ def hidden_states(
     if policy.config.has_recurrence:
         row = inputs.layout.documents
         options["documents"] = SharedDocuments(row.bounds, row.device, shards=shards, mesh=mesh)
-    hidden = policy(
-        inputs.token_ids[mine], inputs.layout.rotations[..., mine], attend, shards.place[inputs.rows][is_own], **options
-    )
-    return hidden.index_select(0, index_of_row[inputs.predictors[places[mesh.cp_rank]]]), places
+    rows = shards.place[inputs.rows][is_own]
+    hidden = policy(inputs.token_ids[mine], inputs.layout.rotations[..., mine], attend, rows, **options)
+    predictors = index_of_row[inputs.predictors[places[mesh.cp_rank]]]
+    return hidden, PassRows(len(mine), rows, predictors), places
 
 
 def _ulysses(attend: Attend, sizes: list[int], mesh: Mesh) -> Attend:

@@ -71,6 +71,8 @@ def prepare_blocks(policy: Policy, section: ModelSection) -> None:
         whole = [(block, "forward") for block in trained] if ac.mode == "full" else []
         for method in (*_methods_to_recompute(blocks, ac), *whole):
             _wrap_method(method, lambda inner: _with_recompute(inner, preserves_rng))
+        if ac.group_size > 1:
+            _recompute_groups(policy, ac, preserves_rng)
     if section.ac_offloading is not None:
         settings = section.ac_offloading
         offload = ActivationOffload(settings.max_inflight_activations, pin_memory=settings.pin_memory, device=device)
@@ -99,6 +101,27 @@ def find_vision_blocks(policy: Policy) -> list[nn.Module]:
     return list(policy.model.visual.blocks)
 
 
+def recomputed_blocks(section: ModelSection, num_blocks: int) -> set[int]:
+    """The blocks that [model.ac] computes again as a whole."""
+    ac = section.ac or (ActivationCheckpointSection() if section.ac_offloading is not None else None)
+    return set() if ac is None or ac.mode != "full" else {block for group in ac.groups(num_blocks) for block in group}
+
+
+def _recompute_groups(policy: Policy, ac: ActivationCheckpointSection, preserves_rng: bool) -> None:
+    """Compute each group of blocks again as a whole; the blocks after the last group keep everything."""
+    if not isinstance(policy, Decoder):
+        raise ConfigError('[model.ac] group_size needs impl = "custom"; leave it out')
+    num_blocks = policy.config.num_layers
+    groups = ac.groups(num_blocks)
+    policy.groups = [*groups, *(range(block, block + 1) for block in range(groups[-1].stop, num_blocks))]
+    plain, again = policy.run, _with_recompute(policy.run, preserves_rng)
+
+    def run(x: Tensor, layers: range, *rest: Any) -> Tensor:
+        return (again if layers in groups else plain)(x, layers, *rest)
+
+    policy.run = run  # type: ignore[assignment, method-assign]  # of this policy alone
+
+
 def _recomputable_methods(block: Block) -> dict[str, list[Method]]:
     """The methods of a block that can be recomputed alone, by names of ACTIVATION_TARGETS."""
     parts: dict[str, list[Method]] = {"norm": [(norm, "forward") for norm in block.norms]}
@@ -124,9 +147,10 @@ def _methods_to_compile(block: nn.Module) -> list[Method]:
 
 
 def _methods_to_recompute(blocks: list[nn.Module], ac: ActivationCheckpointSection) -> Iterator[Method]:
-    """The methods whose results [model.ac] computes again in the backward pass."""
+    """The methods of blocks whose results [model.ac] computes again in the backward pass."""
+    blocks = [blocks[index] for group in ac.groups(len(blocks)) for index in group]
     if ac.mode == "full":
-        for block in blocks[:: ac.freq]:
+        for block in blocks if ac.group_size == 1 else ():
             yield block, "forward"
         return
     ours = [block for block in blocks if isinstance(block, Block)]
@@ -136,7 +160,7 @@ def _methods_to_recompute(blocks: list[nn.Module], ac: ActivationCheckpointSecti
     if absent := [name for name in ac.targets if name not in known]:
         valid = ", ".join(name for name in ACTIVATION_TARGETS if name in known)
         raise ConfigError(f'[model.ac] targets: this model has no "{absent[0]}"; use some of {valid}')
-    for block in ours[:: ac.freq]:
+    for block in ours:
         for name in ac.targets:
             yield from _recomputable_methods(block).get(name, [])
 

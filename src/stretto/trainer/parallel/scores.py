@@ -1,12 +1,13 @@
 """What a forward pass computes for the trained tokens of a micro batch, on any mesh: log-probabilities, or values.
 
 Policy, reference, critic and the tenants of a service are all scored here. If the axis cp splits the tokens of a row,
-each rank scores its own tokens (parallel/context.py), and all of them get the scores of all tokens: losses over whole
-samples work unchanged.
+each rank scores its own tokens (parallel/context.py), and so do ranks of tp that split them (parallel/sequence.py). All
+of them get the scores of all tokens: losses over whole samples work unchanged.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +22,12 @@ from stretto.models.parts.router import Routing
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.parallel import context
 from stretto.trainer.parallel.collectives import all_gather_at
+from stretto.trainer.parallel.context import PassRows
+from stretto.trainer.parallel.sequence import own_rows
 from stretto.trainer.ranks.mesh import Mesh
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 
 def shares_prefixes(policy: Policy, mesh: Mesh, model: ModelSection) -> bool:
@@ -51,43 +54,69 @@ def compute_logprobs(
     tokens have alternatives, the log-probabilities of these follow that of the token. logits: a list to which the
     float32 logits of the trained tokens are appended.
     """
-    hidden, places = _hidden_states(policy, inputs, mesh, model, routing)
+    hidden, tokens = _hidden_states(policy, inputs, mesh, model, routing)
     weight, targets, temperatures = policy.output_weight, inputs.targets, inputs.temperatures
     support, alternatives = inputs.support, inputs.streams.alternatives
     if with_alternatives and alternatives is not None:
         targets = torch.cat((targets[:, None], alternatives.ids.flatten(1).clamp(min=0)), 1)
-    if places is not None:
-        local = places[mesh.cp_rank]
-        targets, temperatures = targets[local], temperatures[local]
-        support = None if support is None else support.at(local.cpu().numpy())
+    if tokens.own is not None:
+        targets, temperatures = targets[tokens.own], temperatures[tokens.own]
+        support = None if support is None else support.at(tokens.own.cpu().numpy())
     chunk, cap = model.fused_lm_head_token_chunk_size, policy.logit_cap
     scores = token_logprobs(
         hidden, weight, targets, temperatures, chunk, entropy_grad=entropy_grad, support=support, cap=cap
     )
     if logits is not None:
-        logits.append(_gather(head_logits(hidden, weight, cap), places, mesh))
+        logits.append(tokens.gather(head_logits(hidden, weight, cap)))
     logprobs, entropy = scores
-    return _gather(logprobs, places, mesh), _gather(entropy, places, mesh)
+    return tokens.gather(logprobs), tokens.gather(entropy)
 
 
 def compute_values(critic: Decoder, inputs: PassInputs, mesh: Mesh, model: ModelSection) -> Float[Tensor, " trained"]:
     """The critic's value before every trained token."""
-    hidden, places = _hidden_states(critic, inputs, mesh, model, None)
-    return _gather(head_logits(hidden, critic.output_weight).squeeze(1), places, mesh)
+    hidden, tokens = _hidden_states(critic, inputs, mesh, model, None)
+    return tokens.gather(head_logits(hidden, critic.output_weight).squeeze(1))
+
+
+@dataclass
+class _TrainedTokens:
+    """Which trained tokens of a pass this rank scores; the axes that split them, the outermost first."""
+
+    own: Int[Tensor, " own"] | None = None
+    """None: all."""
+    axes: list[tuple[list[Tensor], int, Any]] = field(default_factory=list)
+    """Which tokens each rank of an axis has, among those that the axes before leave; this rank; the group."""
+
+    def split(self, places: list[Tensor], rank: int, group: Any) -> None:
+        """Leave to this rank of an axis its tokens."""
+        self.axes.append((places, rank, group))
+        self.own = places[rank] if self.own is None else self.own[places[rank]]
+
+    def gather(self, scores: Float[Tensor, "own ..."]) -> Float[Tensor, "all ..."]:
+        """The scores of all trained tokens, on every rank."""
+        for places, rank, group in reversed(self.axes):
+            scores = all_gather_at(scores, places, rank, group)
+        return scores
 
 
 def _hidden_states(
     policy: Policy, inputs: PassInputs, mesh: Mesh, model: ModelSection, routing: Routing | None
-) -> tuple[Tensor, list[Tensor] | None]:
-    """Hidden states before the trained tokens of this rank, and which tokens each rank has; None: it has all."""
+) -> tuple[Float[Tensor, "own dim"], _TrainedTokens]:
+    """Hidden states before the trained tokens of this rank, and which these are."""
+    tokens = _TrainedTokens()
     if mesh.degrees.cp > 1:
         assert isinstance(policy, Decoder), "cp is refused for models of transformers"
-        return context.hidden_states(policy, inputs, mesh, cp_style(model, policy.config), routing)
-    options: dict[str, Any] = {**inputs.options} if routing is None else {**inputs.options, "routing": routing}
-    hidden = policy.hidden(inputs.token_ids, inputs.layout, inputs.rows, **options)
-    return hidden.index_select(0, inputs.predictors), None
-
-
-def _gather(scores: Tensor, places: list[Tensor] | None, mesh: Mesh) -> Tensor:
-    """The scores of all trained tokens, on every rank of cp."""
-    return scores if places is None else all_gather_at(scores, places, mesh.cp_rank, mesh.cp_group)
+        style = cp_style(model, policy.config)
+        hidden, rows, places = context.hidden_states(policy, inputs, mesh, style, routing)
+        tokens.split(places, mesh.cp_rank, mesh.cp_group)
+    else:
+        options: dict[str, Any] = {**inputs.options} if routing is None else {**inputs.options, "routing": routing}
+        hidden = policy.hidden(inputs.token_ids, inputs.layout, inputs.rows, **options)
+        rows = PassRows(len(inputs.token_ids), inputs.rows, inputs.predictors)
+    predictors = rows.predictors
+    if mesh.degrees.splits_tokens:
+        counts = torch.tensor(own_rows(rows.rows, rows.num_tokens, mesh.degrees.tp), device=predictors.device)
+        owner = torch.searchsorted(counts.cumsum(0), predictors, right=True)
+        tokens.split([(owner == rank).nonzero().squeeze(1) for rank in range(len(counts))], mesh.tp_rank, mesh.tp_group)
+        predictors = predictors[owner == mesh.tp_rank] - counts[: mesh.tp_rank].sum()
+    return hidden.index_select(0, predictors), tokens

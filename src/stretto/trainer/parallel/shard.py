@@ -30,7 +30,8 @@ from stretto.models.tensor_map import CheckpointReader, TensorSlice
 from stretto.trainer.optim.build import TrainedWeights
 from stretto.trainer.parallel.collectives import all_gather
 from stretto.trainer.parallel.expert import cut_experts
-from stretto.trainer.parallel.memory import find_blocks, find_vision_blocks
+from stretto.trainer.parallel.memory import find_blocks, find_vision_blocks, recomputed_blocks
+from stretto.trainer.parallel.sequence import split_tokens
 from stretto.trainer.parallel.tensor import cut_layers
 from stretto.trainer.parallel.token_dispatcher import build_token_dispatcher
 from stretto.trainer.parallel.whole_matrices import apply_to_whole, find_sharding
@@ -60,7 +61,13 @@ def parallelise(policy: Policy, mesh: Mesh, section: ModelSection) -> ShardedWei
     features: dict[str, int] = {}
     partial: set[str] = set()
     if mesh.degrees.tp > 1:
-        features, partial = cut_layers(policy, FAMILIES[policy.config.family].tp_plan, mesh)
+        features, partial, cut = cut_layers(policy, FAMILIES[policy.config.family].tp_plan, mesh)
+        if mesh.degrees.splits_tokens:
+            assert isinstance(policy, Decoder), "tp is refused for models of transformers"
+            split_tokens(policy, mesh, cut, recomputed_blocks(section, policy.config.num_layers))
+    if mesh.degrees.splits_tokens:
+        # Each rank has gradients of its own tokens. Those of experts are summed where they are sharded.
+        partial = {name for name, _ in policy.named_parameters()} - features.keys() - _expert_names(policy)
     experts = {}
     if mesh.degrees.ep > 1:
         experts = cut_experts(policy, mesh, build_token_dispatcher(section, mesh))
@@ -80,6 +87,12 @@ def parallelise(policy: Policy, mesh: Mesh, section: ModelSection) -> ShardedWei
     return shards
 
 
+def _expert_names(policy: Policy) -> set[str]:
+    """The parameters of experts, which are sharded over other ranks than the rest of a block if ep or tp needs it."""
+    named = mixtures(policy).items()
+    return {f"{name}.experts.{key}" for name, mixture in named for key, _ in mixture.experts.named_parameters()}
+
+
 def _shard(policy: Policy, mesh: Mesh, section: ModelSection) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Shard
@@ -95,7 +108,7 @@ def _shard(policy: Policy, mesh: Mesh, section: ModelSection) -> None:
         "ignored_params": {p for name, p in policy.named_parameters() if name in policy.unsharded_names},
     }
     units: list[nn.Module] = []
-    if mesh.degrees.ep > 1:
+    if mesh.degrees.ep > 1 or mesh.degrees.splits_tokens:
         for mixture in mixtures(policy).values():
             # Dim 0 is the experts of this rank, which may be fewer than the shards; dim 1 is large enough.
             fully_shard(
@@ -131,6 +144,8 @@ class ShardedWeights(TrainedWeights):
     ) -> None:
         self.module, self.mesh = policy, mesh
         self._features, self._experts, self._partial = features, experts, partial
+        # Parameters of which ranks of tp have different parts.
+        self._differing = features.keys() | (_expert_names(policy) if mesh.degrees.splits_tokens else set())
         self.export_dtype = export_dtype
         self.all_parameters: dict[str, nn.Parameter] = dict(policy.named_parameters())
         self._trained = {name: p for name, p in self.all_parameters.items() if p.requires_grad}
@@ -160,7 +175,7 @@ class ShardedWeights(TrainedWeights):
         for name, part in zip(self.names, self.parameters):
             if part.grad is not None:
                 square = part.grad.float().square().sum().to(self.mesh.device)
-                (cut if name in self._features else whole).add_(square)
+                (cut if name in self._differing else whole).add_(square)
         dist.all_reduce(cut, group=self.mesh.tp_group)
         total = whole + cut
         dist.all_reduce(total, group=self.mesh.shard_group)

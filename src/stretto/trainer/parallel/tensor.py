@@ -2,7 +2,8 @@
 
 The plan is data (families/family.py). A `column` layer takes the whole input and computes some of its output features;
 a `row` layer takes some of the input features and computes a partial sum of the output. So a block needs two
-all-reduces: after attention and after the MLP. The embedding and the output head (`vocab`) are whole on every rank.
+all-reduces, after attention and after the MLP; or as many exchanges of tokens (sequence.py). The embedding and the
+output head (`vocab`) are whole on every rank.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from stretto.trainer.parallel.collectives import all_reduce, sum_gradients
 from stretto.trainer.ranks.mesh import Mesh
 
 
-def cut_layers(policy: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[dict[str, int], set[str]]:
+def cut_layers(policy: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[dict[str, int], set[str], set[str]]:
     """Keep this rank's features of every layer of the plan.
 
-    Returns: the dim along which each parameter is cut; and the parameters that are whole but are applied to this rank's
-    features only, so that their gradients must be summed over tp.
+    If ranks of tp split tokens, row layers return partial sums, and sequence.py gathers and adds.
+
+    Returns: the dim along which each parameter is cut; the parameters that are whole but are applied to this rank's
+    features only, so that their gradients must be summed over tp; the modules whose layers are cut.
     """
     cuts: dict[str, int] = {}
     parents: set[str] = set()
@@ -43,9 +46,9 @@ def cut_layers(policy: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[
                 if hasattr(module, key):
                     _keep_own_features(module, key, 1, mesh)
                     cuts[f"{name}.{key}"] = 1
-            module.forward = _row_forward(module, mesh.tp_group)  # type: ignore[method-assign]  # of this layer alone
+            module.forward = _row_forward(module, mesh)  # type: ignore[method-assign]  # of this layer alone
         module.out_features, module.in_features = module.weight.shape
-    for name in parents:
+    for name in parents if not mesh.degrees.splits_tokens else ():
         modules[name].register_forward_pre_hook(_sum_input_gradients(mesh.tp_group))
     partial = {
         path
@@ -54,7 +57,7 @@ def cut_layers(policy: nn.Module, plan: Mapping[str, str], mesh: Mesh) -> tuple[
         and (owner := path.rpartition(".")[0]).rpartition(".")[0] in parents
         and (not isinstance(modules[owner], nn.Linear) or _is_uncut_half(path, owner, cuts))
     }
-    return cuts, partial
+    return cuts, partial, parents
 
 
 def _is_uncut_half(path: str, owner: str, cuts: Mapping[str, int]) -> bool:
@@ -77,12 +80,17 @@ def _sum_input_gradients(group: Any) -> Any:
     return hook
 
 
-def _row_forward(module: nn.Linear, group: Any) -> Any:
+def _row_forward(module: nn.Linear, mesh: Mesh) -> Any:
+    # Partial sums have the bias once: ranks that multiply it by 0 still give it a gradient, which all ranks add up.
+    bias_share = float(mesh.tp_rank == 0)
+
     def forward(x: Tensor) -> Tensor:
         out = product(x, module)
         if isinstance(module, LoRALinear):
             out = out + module.adapted(x)
-        out = all_reduce(out, group)
+        if mesh.degrees.splits_tokens:
+            return out if module.bias is None else out + bias_share * module.bias
+        out = all_reduce(out, mesh.tp_group)
         return out if module.bias is None else out + module.bias
 
     return forward

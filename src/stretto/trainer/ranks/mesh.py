@@ -3,7 +3,8 @@
 Axes, the last one fastest: dp_replicate, dp_shard, cp, tp. Ranks that differ in dp_replicate or dp_shard train
 on different micro batches; ranks that differ in cp split the tokens of one row, ranks that differ in tp the features
 of one token. Weights are sharded over dp_shard x cp. The axis ep divides dp_shard x cp: ranks that differ in ep have
-different experts, and each expert is sharded over dp_shard x cp / ep ranks (the axis `efsdp`).
+different experts, and each expert is sharded over dp_shard x cp / ep ranks (the axis `efsdp`). If ranks of tp split the
+tokens (sequence.py), ep divides dp_shard x cp x tp.
 
 Groups use nccl on GPUs, and gloo on CPUs and for values (exchange.py). A single rank has a mesh too, without groups.
 """
@@ -70,8 +71,11 @@ class Mesh:
         d, kind = degrees, device.type
         island = d.dp_shard * d.cp
         dense = init_device_mesh(kind, (d.dp_replicate, island, d.tp), mesh_dim_names=("replica", "shard", "tp"))
+        copies = island * d.tp // d.experts_over  # ranks of tp with the same experts
         sparse = init_device_mesh(
-            kind, (d.dp_replicate, island // d.ep, d.ep, d.tp), mesh_dim_names=("replica", "efsdp", "ep", "tp")
+            kind,
+            (d.dp_replicate, d.experts_over // d.ep, d.ep, copies),
+            mesh_dim_names=("replica", "efsdp", "ep", "copies"),
         )
         self.dense = _sharding(dense, "shard", d.dp_replicate)
         self.experts = _sharding(sparse, "efsdp", d.dp_replicate)
@@ -111,8 +115,9 @@ class Mesh:
         return [_merge_sums(each) for each in zip(*self.gather(counted, list[dict[str, float]]))]
 
     def reduce_token_sums(self, sums: dict[str, float]) -> dict[str, float]:
-        """`reduce` for sums over the tokens of this rank, which the axis cp splits."""
-        return _merge_sums(self.gather(sums if self.tp_rank == 0 else {}, dict[str, float]))
+        """`reduce` for sums over the tokens of this rank, which the axis cp splits, and perhaps tp."""
+        is_counted = self.tp_rank == 0 or self.degrees.splits_tokens
+        return _merge_sums(self.gather(sums if is_counted else {}, dict[str, float]))
 
     def gather(self, value: T, kind: Any) -> list[T]:
         """The values of all ranks, in rank order, on every rank; kind: their type."""

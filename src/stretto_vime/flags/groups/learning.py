@@ -8,6 +8,7 @@ from pathlib import Path
 from stretto.base.errors import ConfigError
 from stretto_megatron.places import is_megatron
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, part, refused, sets
+from stretto_vime.flags.groups.megatron import RECOMPUTED, recomputed
 from stretto_vime.flags.groups.training import OPTIMIZER, optimizer_settings, reference, rollouts_of, weights
 
 ALGO, LOSS = "orchestrator.algo", "trainer.loss"
@@ -249,6 +250,11 @@ def _critic(flags: Values) -> Iterator[Setting]:
         yield from optimizer_settings(of_both, "trainer.critic.optim", ("--megatron-config-path",))
     else:
         yield from flags.settings("--critic-lr")
+    again = {name: value for name, (value, _) in flags.critic.items() if name in RECOMPUTED}
+    if any(value != getattr(flags, name) for name, value in again.items()):
+        values = {name: getattr(flags, name) for name in RECOMPUTED} | again
+        source = ("--megatron-config-path",)
+        yield from recomputed(values, flags.pipeline_model_parallel_size, "trainer.critic.ac", source)
     _check_critic(flags)
     if flags.num_updates > 1:
         yield from flags.settings("--value-clip")
@@ -257,7 +263,7 @@ def _critic(flags: Values) -> Iterator[Setting]:
 def _check_critic(flags: Values) -> None:
     """Raises: ConfigError for a value of the critic that it has in common with the actor, and that differs."""
     for name, (value, source) in flags.critic.items():
-        if name in OPTIMIZER or value == getattr(flags, name):
+        if name in (*OPTIMIZER, *RECOMPUTED) or value == getattr(flags, name):
             continue
         if name == "lr_decay_style":
             if value != "constant":
@@ -265,5 +271,5 @@ def _check_critic(flags: Values) -> None:
             continue
         raise ConfigError(
             f"{source}: the critic has the actor's, {getattr(flags, name)}; leave it out. Its own are load, save, lr, "
-            f"lr_warmup_iters, value_clip, {', '.join(OPTIMIZER)}"
+            f"lr_warmup_iters, value_clip, {', '.join((*OPTIMIZER, *RECOMPUTED))}"
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
-from stretto_vime.flags.mesh import axes
+from stretto_vime.flags.flag import Flag, Setting, Values, attribute_of, copies, equal, noted, part, refused, sets
+from stretto_vime.flags.mesh import EXPERTS, axes, splits_tokens
 from stretto_vime.flags.shape import SHAPES, has_tower
 
+HOW = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+RECOMPUTED = tuple(map(attribute_of, HOW))
 NO_MEGATRON = "stretto does not use Megatron-LM"
 NOT_SPLIT = "Every rank has all layers; their weights are sharded over all ranks, and results are the same."
 NO_DISK = (
@@ -20,7 +23,6 @@ ALONE = (
     "Layers that predict several tokens stay as they are, and engines may draft with them, less often right as "
     "the policy moves; what the policy learns is the same."
 )
-EACH_BLOCK = "Every block keeps its own input and recomputes the rest; results are the same."
 
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -82,9 +84,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         sets("--tensor-model-parallel-size", "integer", 1, "model.tp model.cp",
              "TP: ranks that share the features of a token.",
              note="Where a family's layers cannot be cut so, CP, or more replicas."),
-        equal("--sequence-parallel", "switch", False,
-              "Norms are computed whole on every rank of model.tp; results are the same.",
-              "SP: split norms over the TP ranks."),
+        sets("--sequence-parallel", "switch", False, "model.sequence_parallel",
+             "SP: split tokens over the TP ranks outside the layers that TP cuts."),
         noted("--pipeline-model-parallel-size", "integer", 1, NOT_SPLIT, "PP: ranks that share the layers."),
         *(equal(name, "integer", None, "It is of --pipeline-model-parallel-size.", text) for name, text in (
             ("--decoder-first-pipeline-num-layers", "Layers of the first stage of PP."),
@@ -95,17 +96,17 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         sets("--context-parallel-size", "integer", 1, "model.cp model.cp_style",
              "CP: ranks that share the tokens of a row, as a ring."),
         sets("--expert-model-parallel-size", "integer", 1, "model.ep", "EP: ranks that share the experts.",
-             note="Ranks of TP are not among them: with fewer others the experts' weights are sharded instead."),
-        noted("--expert-tensor-parallel-size", "integer", None,
-              "An expert is whole on its rank; its weights are sharded over ranks, and results are the same.",
-              "ETP: TP of the experts.", allowed=(1,)),
+             note="Ranks of TP are among them with --sequence-parallel."),
+        part("--expert-tensor-parallel-size", "integer", None, "model.ep", "ETP: TP of the experts.",
+             note="An expert is whole on its rank: EP x ETP ranks have different experts."),
         noted("--allgather-cp", "switch", False, "Keys travel in a ring; results are the same.",
               "CP by gathering keys."),
         sets("--recompute-granularity", "text", None, "model.ac.mode", "Recompute activations: full, or a selection.",
              choices=("full", "selective")),
-        noted("--recompute-method", "text", None, EACH_BLOCK, "uniform: groups of layers; block: the first ones.",
-              allowed=("uniform",), choices=("uniform", "block")),
-        noted("--recompute-num-layers", "integer", None, EACH_BLOCK, "Layers of a group.", allowed=(1,)),
+        part("--recompute-method", "text", None, "model.ac.group_size model.ac.num_blocks",
+             "uniform: groups of layers; block: the first ones.", choices=("uniform", "block")),
+        part("--recompute-num-layers", "integer", None, "model.ac.group_size model.ac.num_blocks",
+             "Layers of a group; with --recompute-method block, of each stage of PP."),
         equal("--recompute-loss-function", "switch", False, "The head never builds logits of all tokens.",
               "Recompute the loss."),
         equal("--log-probs-chunk-size", "integer", -1,
@@ -158,8 +159,10 @@ def settings(flags: Values) -> Iterator[Setting]:
     if mesh.cp > 1:
         yield Setting("model.cp", mesh.cp, ("--context-parallel-size", "--tensor-model-parallel-size"))
         yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
+    if splits_tokens(flags, mesh):
+        yield Setting("model.sequence_parallel", True, ("--sequence-parallel",))
     if mesh.ep > 1:
-        yield Setting("model.ep", mesh.ep, ("--expert-model-parallel-size",))
+        yield Setting("model.ep", mesh.ep, EXPERTS)
     if flags.moe_enable_deepep and mesh.ep > 1:
         yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
     if flags.fp8_format is not None:
@@ -169,8 +172,19 @@ def settings(flags: Values) -> Iterator[Setting]:
         yield Setting("model.fp8", True, ("--fp8-format", "--fp8-recipe"))
     if flags.moe_router_enable_expert_bias and flags.moe_router_bias_update_rate:
         yield from flags.settings("--moe-router-bias-update-rate")
-    if flags.recompute_granularity is None:
+    values = {name: getattr(flags, name) for name in RECOMPUTED}
+    yield from recomputed(values, flags.pipeline_model_parallel_size, "model.ac", HOW)
+
+
+def recomputed(values: Mapping[str, Any], stages: int, at: str, sources: tuple[str, ...]) -> Iterator[Setting]:
+    """What a network computes again in its backward pass, by the values of RECOMPUTED."""
+    granularity, method, num = (values[name] for name in RECOMPUTED)
+    if granularity is None:
         return
-    yield from flags.settings("--recompute-granularity")
-    if flags.recompute_granularity == "selective":
-        yield Setting("model.ac.targets", ["norm", "attn_proj"], ("--recompute-granularity",))
+    yield Setting(f"{at}.mode", granularity, sources[:1])
+    if granularity == "selective":
+        yield Setting(f"{at}.targets", ["norm", "attn_proj"], sources[:1])
+    elif method == "block":
+        yield Setting(f"{at}.num_blocks", (num or 1) * stages, sources[-2:])
+    elif method == "uniform" and num is not None:
+        yield Setting(f"{at}.group_size", num, sources[-2:])

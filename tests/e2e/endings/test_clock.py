@@ -44,7 +44,7 @@ def play(directory: Path, settings: dict[str, Any], *words: str) -> Ended:
 
 
 def weights(run: Ended) -> list[bytes]:
-    """Of each step; b"" for one that another run has trained."""
+    """Those of each step; b"" for one that another run has trained."""
     steps = range(1, NUM_STEPS + 1)
     return [run.weights(step) if run.run.weights_step(step).exists() else b"" for step in steps]
 
@@ -84,6 +84,7 @@ def test_a_kill_in_the_middle_changes_no_bit(model: Path, tmp_path: Path) -> Non
 @pytest.mark.heavy
 def test_a_run_is_played_again_from_one_of_its_checkpoints(model: Path, tmp_path: Path) -> None:
     first = play(tmp_path / "first", delayed(model, 2))
-    again = play(tmp_path / "again", delayed(model, 2), "--resume.dir", str(tmp_path / "first" / "run"), "--resume.step", "3")
+    again = play(
+        tmp_path / "again", delayed(model, 2), "--resume.dir", str(tmp_path / "first" / "run"), "--resume.step", "3"
+    )
     assert weights(again)[3:] == weights(first)[3:]
-
