@@ -24,6 +24,7 @@ NEEDS = {
     "hubs": ("agents",),
     "plan": ("bench",),
     "repair": ("sandbox",),
+    "review": ("view",),
     "vime": ("megatron",),
     "vllm": ("broadcast",),
 }

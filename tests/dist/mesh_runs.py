@@ -30,8 +30,6 @@ from stretto.models.config import parse_config
 from stretto.models.decoder import Decoder
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
-from stretto.records.trained_tokens import samples_of
-from stretto.trainer.batch.token_values import PassValues, in_columns, values_of
 from stretto.trainer.critic import Critic, with_value_head
 from stretto.trainer.learner import Learner
 from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, training_device
@@ -453,14 +451,6 @@ def build(kind: str, model: dict, mesh: Mesh | None = None) -> Learner:
     )
 
 
-def _named(step: int, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-    """The micro batches of a step with sample ids that no other sample has."""
-    return [
-        replace(mb, sample_ids=tuple(f"g{step}.{row}/{number}" for number in range(mb.num_samples)))
-        for row, mb in enumerate(micro_batches)
-    ]
-
-
 def train(learner: Learner, kind: str) -> dict:
     """Metrics of each step, log-probabilities before and after, and the whole state of the learner."""
     scored = batches(kind)[0][1]
@@ -470,12 +460,7 @@ def train(learner: Learner, kind: str) -> dict:
         advantages = GaeAdvantages(gamma=0.9, lambd=0.9)
         section = TrainerSection(advantages=advantages, critic=learner.critic.section)
     updates = Updates(learner, section)
-    passes: list[PassValues] = []
-    if learner.mesh.is_batch_lead:
-        learner.observers.append(lambda step, *of_pass: passes.append(values_of(*of_pass)))
-    out["metrics"] = [updates.train(learner.mesh.local_items(_named(n, each))) for n, each in enumerate(batches(kind))]
-    mine = dict(samples_of(in_columns(passes))) if passes else {}
-    out["values"] = {name: columns for samples in gather_anything(mine) for name, columns in samples.items()}
+    out["metrics"] = [updates.train(learner.mesh.local_items(micro_batches)) for micro_batches in batches(kind)]
     out["after"] = learner.logprobs(scored)[0]
     out["state"], out["tensors"] = learner.state(), whole_tensors(learner)
     owned = {name: tensor.clone() for name, tensor in learner.export_tensors()}

@@ -25,7 +25,6 @@ from stretto.chat.tokenizer import load_tokenizer
 from stretto.ledger.audit import audit
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.sample import MicroBatch
-from stretto.records.trained_tokens import read_rollout
 
 LETTERS = {"num_letters": 4}
 SUMMARY = {
@@ -81,11 +80,6 @@ def _num_trained_as_sampled(run: Ended, num_steps: int) -> int:
                 assert line["token_id"] == branch.token_ids[positions].tolist()
                 distance = np.abs(np.array(line["trainer_logprob"]) - branch.logprobs[positions])
                 assert distance.max() <= FIDELITY, (step, sample_id, distance)
-                kept = read_rollout(run.run.token_values, step, sample_id.partition("/")[0])[0]
-                assert kept.position.tolist() == line["position"]
-                assert np.abs(kept.log_ratio).max() <= FIDELITY
-                assert kept.entropy == pytest.approx(line["entropy"], rel=1e-3, abs=1e-6)
-                assert kept.advantage == pytest.approx(line["advantage"], rel=1e-6)
                 num_tokens += len(positions)
     return num_tokens
 

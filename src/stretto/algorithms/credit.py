@@ -174,6 +174,10 @@ of that paper, no division by the reply's length, is reduction = "constant" of t
 grpo whose advantages are whitened over the batch (arXiv:2501.03262, section 3.2)."""
 
 
+CENTERED = frozenset(name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator in (grpo, rloo, max_rl))
+"""Those whose advantages of a group add up to 0."""
+
+
 def has_group_signal(
     kind: str,
     rewards: Float[np.ndarray, " members"],

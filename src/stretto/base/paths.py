@@ -113,9 +113,7 @@ class RunDir:
         return self.tokens / ("kept.bin" if index == KEPT else f"segment_{index:06d}.bin")
 
     trained_tokens = _Below("tokens_trained")
-    """Directory of the debugging export, one file per step."""
-    token_values = _Below("token_values")
-    """Directory of what the trainer computed for its tokens, a file per step and rank (records/trained_tokens.py)."""
+    """Directory of what the trainer computed per trained token, one file per step, and of the debugging export."""
 
     def metrics(self, role: str) -> Path:
         return self.path / "metrics" / f"{role}.jsonl"

@@ -32,7 +32,7 @@ def changes(saved: Path, given: Section, resolved: Section | None = None) -> lis
     new, chosen = dump(resolved or given), dump(given)
     found = [
         (path, before, after, _at(chosen, path))
-        for path, before, after in _differences(old, new)
+        for path, before, after in differences(old, new)
         if path[0] not in NOT_COMPARED and path[-1] not in CHOSEN_BY_START
     ]
     return [
@@ -42,14 +42,14 @@ def changes(saved: Path, given: Section, resolved: Section | None = None) -> lis
     ]
 
 
-def _differences(old: Any, new: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Any]]:
+def differences(old: Any, new: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Any]]:
     """Paths with their two values; a table that only one side has is one difference."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
-            yield from _differences(old.get(name), new.get(name), (*path, name))
+            yield from differences(old.get(name), new.get(name), (*path, name))
     elif _are_tables(old) and _are_tables(new) and len(old) == len(new):
         for index, (before, after) in enumerate(zip(old, new)):
-            yield from _differences(before, after, (*path, index))
+            yield from differences(before, after, (*path, index))
     elif old != new:
         yield path, old, new
 

@@ -75,6 +75,10 @@ outcomes/left_out_long | 0 to 1 | The same share, of the rollouts with more samp
     `outcomes/left_out_short`, long rollouts are lost more often, and what is trained is no fair sample.
 outcomes/left_out_short | 0 to 1 | The same share, of the other rollouts.
 groups/rejected | groups | Groups that a filter or a function of yours has rejected since the last batch.
+groups/unaccounted | groups | Groups that are neither trained, dropped, failed, running nor waiting. | Always 0;
+    otherwise the run warns.
+advantage/group_sum | 0 to 1 | Sum of the advantages of a group, as a share of the sum of their magnitudes; the
+    largest of the batch, of algos with a group's mean as baseline. | Below 1e-6; otherwise the run warns.
 groups/zero_signal_share | 0 to 1 | Finished groups in which all advantages are 0. | Near 1 tasks are too easy
     or too hard for the policy.
 turns/reward | reward | Mean over the turns of the batch of the rewards that the environment gave them.

@@ -1,109 +1,96 @@
-"""What the trainer computed for the tokens of a step: log-ratio to the engine, entropy, advantage.
+"""What the trainer computed per token that it trained: written per step and rank, read by those who look at a run.
 
-A file per step and data-parallel rank, about 4 bytes a token: the trainer writes it (trainer/batch/token_values.py),
-the page colours tokens by it. Columns hold the trained tokens alone, sample after sample, in the order of the text.
+A file is a list of samples, and has about four bytes per token: numbers are float16, positions are stretches.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from stretto.base.errors import DataError, WireError
-from stretto.base.files import write_atomic
-from stretto.records.codec import decode_blob, encode_blob
+from stretto.base.errors import DataError
 
-_FILE = re.compile(r"step_(\d+)\.bin$")
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
-
-class TrainedTokens(msgspec.Struct, frozen=True):
-    """The columns of a file. Unknown values are nan: a log-ratio where the engine reported no log-probability."""
-
-    sample_ids: tuple[str, ...]
-    ends: np.ndarray
-    """int32 [samples]: where each sample ends in the columns."""
-    run_starts: np.ndarray
-    """int32 [runs]: positions in the sample of the first tokens of neighbours."""
-    run_ends: np.ndarray
-    """int32 [runs]: where these neighbours end in the columns; none are of two samples."""
-    log_ratio: np.ndarray
-    """float16 [tokens]: log-probability under the trainer minus that under the engine."""
-    entropy: np.ndarray
-    """float16 [tokens]"""
-    advantages: np.ndarray
-    """float32 [samples] if all tokens of a sample have the same, else float16 [tokens]."""
+_FLOAT = np.dtype("<f2")
 
 
-class TokenColumns(NamedTuple):
-    """The trained tokens of one sample."""
+class TrainedSample(msgspec.Struct, frozen=True, array_like=True):
+    """The trained tokens of one sample, in order; columns are float16."""
 
-    position: np.ndarray
-    log_ratio: np.ndarray
-    entropy: np.ndarray
-    advantage: np.ndarray
+    sample_id: str  # "<rollout id>/<branch>"
+    spans: tuple[tuple[int, int], ...]  # stretches of trained tokens in the sample: first, end
+    log_ratio: bytes  # log-probability under the trainer minus the sampler's, nats; nan where that is unknown
+    entropy: bytes  # nats
+    advantage: bytes = b""  # reward units; empty if all tokens of the sample have the same
 
+    def __post_init__(self) -> None:
+        num_bytes = _FLOAT.itemsize * sum(end - first for first, end in self.spans)
+        if not num_bytes == len(self.log_ratio) == len(self.entropy) or len(self.advantage) not in (0, num_bytes):
+            raise ValueError(f"columns of {self.sample_id} have different lengths")
 
-def step_file(directory: Path, step: int) -> Path:
-    """Where the file of a step is; `directory` is that of a rank."""
-    return directory / f"step_{step}.bin"
-
-
-def step_sizes(directory: Path) -> dict[int, int]:
-    """Bytes of the files of one rank, by step."""
-    if not directory.is_dir():
-        return {}
-    return {int(found[1]): path.stat().st_size for path in directory.iterdir() if (found := _FILE.match(path.name))}
-
-
-def write_step(directory: Path, step: int, tokens: TrainedTokens) -> int:
-    """Write the file of a step, complete or not at all; its bytes."""
-    content = encode_blob(tokens)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_atomic(step_file(directory, step), content)
-    return len(content)
-
-
-def read_rollout(directory: Path, step: int, rollout_id: str) -> dict[int, TokenColumns]:
-    """The trained tokens of a rollout by branch, from the files of all ranks; {} if none of them is there.
-
-    Raises: DataError if a file is damaged or of another version.
-    """
-    found: dict[int, TokenColumns] = {}
-    for path in (step_file(directory, step), *sorted(directory.glob(f"rank_*/step_{step}.bin"))):
-        try:
-            tokens = decode_blob(path.read_bytes(), TrainedTokens, where=str(path))
-        except FileNotFoundError:  # not written yet, or deleted just now
-            continue
-        except WireError as cause:
-            raise DataError(f"{path}: {cause}") from cause
-        for number, sample_id in enumerate(tokens.sample_ids):
-            rollout, _, branch = sample_id.partition("/")
-            if rollout == rollout_id:
-                found[int(branch or 0)] = _columns(tokens, number)
-    return found
+    def streams(self, num_tokens: int) -> dict[str, np.ndarray]:
+        """Float32 [tokens], nan where not trained: `ratio` (trainer over sampler), `entropy`, perhaps `advantage`."""
+        columns = {"entropy": _floats(self.entropy), "ratio": np.exp(_floats(self.log_ratio))}
+        if self.advantage:
+            columns["advantage"] = _floats(self.advantage)
+        is_trained = np.zeros(num_tokens, bool)
+        for first, end in self.spans:
+            is_trained[first:end] = True
+        streams = {}
+        for name, values in columns.items():
+            streams[name] = np.full(num_tokens, np.nan, np.float32)
+            streams[name][is_trained] = values[: is_trained.sum()]
+        return streams
 
 
-def samples_of(tokens: TrainedTokens) -> Iterator[tuple[str, TokenColumns]]:
-    """All samples of a file with their tokens."""
-    for number, sample_id in enumerate(tokens.sample_ids):
-        yield sample_id, _columns(tokens, number)
-
-
-def _columns(tokens: TrainedTokens, number: int) -> TokenColumns:
-    begin, end = int(tokens.ends[number - 1]) if number else 0, int(tokens.ends[number])
-    first, last = np.searchsorted(tokens.run_ends, (begin, end), side="right")
-    lengths = np.diff(tokens.run_ends[first:last], prepend=begin)
-    inside = np.arange(end - begin) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return TokenColumns(
-        np.repeat(tokens.run_starts[first:last], lengths) + inside,
-        tokens.log_ratio[begin:end],
-        tokens.entropy[begin:end],
-        np.full(end - begin, tokens.advantages[number])
-        if tokens.advantages.dtype == np.float32
-        else tokens.advantages[begin:end],
+def trained_sample(
+    sample_id: str,
+    positions: Int[np.ndarray, " trained"],
+    log_ratio: Float[np.ndarray, " trained"],
+    entropy: Float[np.ndarray, " trained"],
+    advantage: Float[np.ndarray, " trained"],
+) -> TrainedSample:
+    """The record of a sample; positions ascend."""
+    bounds = [0, *((positions[1:] - positions[:-1] != 1).nonzero()[0] + 1).tolist(), len(positions)]
+    has_several = bool((advantage != advantage[0]).any())
+    return TrainedSample(
+        sample_id=sample_id,
+        spans=tuple((int(positions[first]), int(positions[end - 1]) + 1) for first, end in pairwise(bounds)),
+        log_ratio=_bytes(log_ratio),
+        entropy=_bytes(entropy),
+        advantage=_bytes(advantage) if has_several else b"",
     )
+
+
+def encode_trained(samples: Iterable[TrainedSample]) -> bytes:
+    """The content of a file."""
+    return msgspec.msgpack.encode(list(samples))
+
+
+def find_trained(directory: Path, step: int) -> Iterator[TrainedSample]:
+    """All samples of a step, of all ranks.
+
+    Raises: DataError for a file that is no such record.
+    """
+    for path in sorted(directory.glob(f"**/step_{step}.bin")):
+        try:
+            yield from msgspec.msgpack.decode(path.read_bytes(), type=list[TrainedSample])
+        except FileNotFoundError:  # it went with the limit
+            continue
+        except msgspec.DecodeError as cause:
+            raise DataError(f"{path}: it is no record of trained tokens ({cause}); delete it.") from cause
+
+
+def _bytes(values: np.ndarray) -> bytes:
+    return values.astype(_FLOAT).tobytes()
+
+
+def _floats(content: bytes) -> np.ndarray:
+    return np.frombuffer(content, _FLOAT).astype(np.float32)

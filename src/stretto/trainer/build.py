@@ -19,7 +19,6 @@ from stretto.models.decoder import Decoder
 from stretto.models.fp8.checkpoint import BlockLayout
 from stretto.models.hf import Policy
 from stretto.trainer.batch.token_export import export_tokens
-from stretto.trainer.batch.token_values import TokenValues
 from stretto.trainer.critic import Critic, load_critic, with_value_head
 from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
@@ -54,7 +53,6 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
     critic = None
     if cfg.critic is not None and cfg.critic.placement is None:
         critic = build_critic(cfg, cfg.critic, policy, tokens, mesh)
-    token_folder = _of_rank(cfg.run_dir.trained_tokens, mesh)
     return Learner(
         policy,
         model=cfg.model,
@@ -63,7 +61,7 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
         max_steps=cfg.max_steps,
         loss=cfg.loss,
         reference=reference,
-        observe=partial(export_tokens, token_folder) if cfg.enable_token_export else None,
+        observe=partial(export_tokens, token_folder(cfg, mesh)) if cfg.enable_token_export else None,
         enable_router_replay=cfg.enable_router_replay,
         mesh=mesh,
         critic=critic,
@@ -72,15 +70,9 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
     )
 
 
-def build_token_values(cfg: TrainerConfig, mesh: Mesh) -> TokenValues | None:
-    """Who writes the values of trained tokens; None on ranks that share another one's batch, or without a budget."""
-    max_bytes = cfg.token_values_bytes // mesh.degrees.dp
-    if not mesh.is_batch_lead or not max_bytes:
-        return None
-    return TokenValues(_of_rank(cfg.run_dir.token_values, mesh), max_bytes)
-
-
-def _of_rank(folder: Path, mesh: Mesh) -> Path:
+def token_folder(cfg: TrainerConfig, mesh: Mesh) -> Path:
+    """Where this rank writes the tokens that it trains."""
+    folder = cfg.run_dir.trained_tokens
     return folder / f"rank_{mesh.dp_rank}" if mesh.degrees.dp > 1 else folder
 
 

@@ -188,7 +188,8 @@ class Learner:
         self.user = UserFunctions()
         """A user's functions in the loss; `user.loss` also gets the micro batch, the indices of its trained tokens, and
         the logits that predict these."""
-        self.observers = [observe] if observe is not None and self.mesh.is_batch_lead else []
+        self.observers = [observe] if observe is not None else []
+        """Called on the rank that received the batch."""
         self._sums = StepSums()
         self._updates: list[tuple[float, float]] = []
         self._has_signal, self._num_skipped = True, 0
@@ -253,7 +254,7 @@ class Learner:
             if len(set(mb.envs)) > 1:
                 token_sums |= sums_by_env(mb, inputs, logprobs.detach(), entropy)
             self._sums.add(token_sums)
-            for observe in self.observers:
+            for observe in self.observers if self.mesh.is_batch_lead else ():
                 observe(self.step + 1, mb, inputs, logprobs, entropy)
         self.network.weights.collect_gradients()
 

@@ -34,7 +34,8 @@ from stretto.records.control import Bye, CheckpointBegun, CheckpointSaved, Regis
 from stretto.records.sample import TrainBatch
 from stretto.records.weight_manifest import Canary
 from stretto.trainer.batch.token_export import delete_after
-from stretto.trainer.build import build_learner, build_token_values, find_engine_layout
+from stretto.trainer.batch.token_record import KEEP_BYTES, TokenRecorder
+from stretto.trainer.build import build_learner, find_engine_layout, token_folder
 from stretto.trainer.colocated import TrainerMemory
 from stretto.trainer.critic_wire import RemoteCritic, open_wire
 from stretto.trainer.hooks import TrainerHooks
@@ -99,16 +100,14 @@ class Trainer:
         self.resumed_step = resume(cfg, self.learner)
         if self.is_lead:  # before the first step, which ranks begin when all have published
             delete_after(self.run_dir.trained_tokens, self.learner.step)
-            delete_after(self.run_dir.token_values, self.learner.step)
-        self.token_values = build_token_values(cfg, mesh)
-        if self.token_values is not None:
-            self.learner.observers.append(self.token_values.add)
-            self.stack.callback(self.token_values.close)
         self.is_batch_lead = mesh.is_batch_lead
         if self.is_batch_lead:
             self.orchestrator = Orchestrator(
                 cfg, stack, self.learner.step, on_loaded=self.release, on_complete=self.prune
             )
+        self.recorder = TokenRecorder(token_folder(cfg, mesh), KEEP_BYTES // self.dp)
+        self.stack.callback(self.recorder.close)
+        self.learner.observers.append(self.recorder.add)
         self.tracer = Tracer(cfg.run_dir, rank_name(ROLE))
         self.num_published = 0
         self.saved_step = self.exported_step = self.learner.step
@@ -195,8 +194,7 @@ class Trainer:
         """One optimizer step, reported to the orchestrator; its metrics."""
         start = time.perf_counter()
         metrics = self.updates.train(batch.micro_batches)
-        if self.token_values is not None:
-            self.token_values.end_step(self.learner.step)
+        self.recorder.write(self.learner.step)
         train_s = time.perf_counter() - start
         num_tokens = sum(mb.num_tokens for mb in batch.micro_batches)
         counts = self.mesh.reduce({"tokens": num_tokens, "micro_batches": len(batch.micro_batches)})

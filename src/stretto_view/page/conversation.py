@@ -17,7 +17,7 @@ from stretto.chat.tokenizer import Tokenizer
 from stretto.ledger.reader import LedgerReader
 from stretto.ledger.schema import SHOWN_STATUS
 from stretto.records.rollout import Branch
-from stretto.records.trained_tokens import TokenColumns, read_rollout
+from stretto.records.trained_tokens import TrainedSample, find_trained
 from stretto_view.page.library import OpenRun
 from stretto_view.page.texts import open_branches
 from stretto_view.roles import mark_of, stretches
@@ -54,7 +54,8 @@ def conversation(run: OpenRun, group_id: int, member: int, begin: tuple[int, int
             lost = None
         except StrettoError as error:  # the tokens were deleted, or have the format of another version
             branches, lost = (), str(error)
-    (trained, why_not), scored = _trained(run.dir, row), json.loads(row["turns"] or "[]")
+    trained, why = _trained(run.dir, row)
+    scored = json.loads(row["turns"] or "[]")
     tokenizer = run.tokenizer_within(_LOADING_S)
     return {
         **{key: value for key, value in row.items() if key not in ("segment", "offset", "length", "crc")},
@@ -66,7 +67,7 @@ def conversation(run: OpenRun, group_id: int, member: int, begin: tuple[int, int
         ],
         "no_tokens": lost,
         "no_text": run.no_text,
-        "not_kept": {} if why_not is None else dict.fromkeys(("entropy", "ratio"), why_not),
+        "not_kept": dict.fromkeys(("entropy", "ratio"), why) if why else {},
         "group": [
             {key: each[key] for key in ("member", "status", "reward", "advantage", "num_sampled_tokens")}
             for _, each in sorted(newest.items())
@@ -92,15 +93,16 @@ def picture(run: OpenRun, name: str) -> bytes:
 def _branch(
     tokenizer: Tokenizer | None,
     branch: Branch,
-    trained: TokenColumns | None,
+    trained: TrainedSample | None,
     advantage: float | None,
     scored: Sequence[dict[str, Any]],
     begin: int,
 ) -> dict[str, Any]:
     """Tokens from `begin` on as columns, and turns as stretches of them.
 
-    advantage: of the whole rollout, for tokens that the trainer did not write down. `ratio` is the trainer's
-    probability over the engine's; it and `entropy` are there where the trainer wrote them. `trained` is the loss mask.
+    advantage: of the whole rollout, for tokens that the trainer gave no advantages of their own. `ratio` is the
+    trainer's probability over the engine's; it and `entropy` are there where the trainer wrote them. `trained` is the
+    loss mask.
     scored: the rollout's turns, if its environment scored them; the turns of the policy then have their `number`.
     """
     begin = min(begin, max(0, len(branch.token_ids) - 1))
@@ -119,9 +121,9 @@ def _branch(
     }
     if branch.ref_logprobs is not None:
         columns["teacher"] = [_rounded(value) for value in (branch.ref_logprobs - branch.logprobs)[shown].tolist()]
-    if trained is not None:
-        columns |= {name: _spread(trained, name, begin, len(ids)) for name in ("ratio", "entropy", "advantage")}
-    elif advantage is not None:
+    for name, stream in ({} if trained is None else trained.streams(len(branch.token_ids))).items():
+        columns[name] = [_rounded(value) for value in stream[shown].tolist()]
+    if "advantage" not in columns and advantage is not None:
         credit = np.full(len(branch.token_ids), advantage)
         for span in branch.turns:
             credit[span.start : span.end] += scored[span.turn].get("advantage", 0.0)
@@ -144,16 +146,6 @@ def _branch(
             for turn in turns(texts, branch.is_sampled[shown])
         ],
     }
-
-
-def _spread(trained: TokenColumns, name: str, begin: int, num_tokens: int) -> list[float | None]:
-    """A value of each token from `begin` on; None for tokens that were not trained."""
-    values = np.exp(trained.log_ratio.astype(np.float32)) if name == "ratio" else getattr(trained, name)
-    is_shown = (trained.position >= begin) & (trained.position < begin + num_tokens)
-    found: list[float | None] = [None] * num_tokens
-    for at, value in zip((trained.position[is_shown] - begin).tolist(), values[is_shown].tolist()):
-        found[at] = _rounded(value)
-    return found
 
 
 def _number(branch: Branch, stretch: dict[str, Any], begin: int) -> dict[str, int]:
@@ -221,23 +213,23 @@ def _versions(branch: Branch) -> list[int | None]:
     return found
 
 
-def _trained(run: RunDir, row: dict[str, Any]) -> tuple[dict[int, TokenColumns], str | None]:
-    """By branch what the trainer computed for its tokens; and why there is nothing, None if there is."""
+def _trained(run: RunDir, row: dict[str, Any]) -> tuple[dict[int, TrainedSample], str]:
+    """What the trainer computed for each branch that it trained, and otherwise why it is not there."""
     if row["finished_at"] is None:
         return {}, "the rollout has not ended, and the engines do not report it"
     if row["step"] is None:
         return {}, "no step trained on this rollout, and the engines do not report it"
+    name, found = f"g{row['group_id']}.{row['member']}", {}
     try:
-        found = read_rollout(run.token_values, row["step"], f"g{row['group_id']}.{row['member']}")
+        for sample in find_trained(run.trained_tokens, row["step"]):
+            rollout, _, branch = sample.sample_id.partition("/")
+            if rollout == name:
+                found[int(branch or 0)] = sample
     except DataError as error:
         return {}, str(error)
-    if found:
-        return found, None
-    return (
-        {},
-        "the trainer has no values of this step: it does not write any, or trainer.token_values_bytes was used up",
-    )
+    why = "the trainer's record of this step is not written yet, or has gone: a run keeps 1 GB of them"
+    return found, "" if found else why
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else round(value, 4)
+    return None if value is None or math.isnan(value) else round(value, 4)

@@ -130,3 +130,24 @@ def test_sharding_divides_what_a_rank_holds(tmp_path) -> None:
     )
     assert after["optimizer"] == pytest.approx(before["optimizer"] / 4)
     assert after["gradients"] == pytest.approx(before["gradients"] / 4)
+
+
+def test_split_tokens_and_groups_of_blocks_are_kept_less(tmp_path) -> None:
+    def kept(shape, **model) -> float:
+        memory = trainer_memory(build_setup(config_of(shape, tmp_path, {"tp": 2, **model}), gpu="H100"), TOKENS)
+        return memory.phases[0].parts["activations"]
+
+    for shape in (DENSE, MIXTURE):
+        whole, split = kept(shape), kept(shape, sequence_parallel=True)
+        assert 0.5 * whole < split < 0.95 * whole, "tp halves the rest without it, too"
+        again, split_again = kept(shape, ac={}), kept(shape, ac={}, sequence_parallel=True)
+        assert split_again == pytest.approx(again / 2, rel=0.1)
+        assert kept(shape, ac={"group_size": 2}) < again < kept(shape, ac={"num_blocks": 2}) < whole
+
+
+def test_experts_over_ranks_of_tp_are_a_part_of_each(tmp_path) -> None:
+    def gathered(**model) -> float:
+        memory = trainer_memory(build_setup(config_of(MIXTURE, tmp_path, {"tp": 2, **model}), gpu="H100"), TOKENS)
+        return memory.phases[0].parts["gathered weights"]
+
+    assert gathered(sequence_parallel=True, ep=2) < gathered(sequence_parallel=True, ep=1) == gathered()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from stretto.api import state
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.ledger.reader import LedgerReader
-from stretto.records.trained_tokens import TrainedTokens, write_step
+from stretto.records.trained_tokens import encode_trained, trained_sample
 from stretto_view.page import conversation, logs, rollouts, timeline
 from stretto_view.page.app import build
 from stretto_view.page.library import Library, OpenRun
@@ -197,6 +196,28 @@ def test_a_rollout_is_shown_token_by_token_with_its_group(path: Path) -> None:
     assert len(found["group"]) == len([r for r in run.rollouts(step=2) if r["group_id"] == row["group_id"]])
 
 
+def test_what_the_trainer_computed_colours_the_tokens_that_it_trained(path: Path) -> None:
+    run = OpenRun(path)
+    [row, *_] = run.rollouts(step=2)
+    where = row["group_id"], row["member"]
+    assert "not written yet, or has gone" in conversation.conversation(run, *where)["not_kept"]["ratio"]
+    tokens = np.flatnonzero(row["is_sampled"])
+    values = np.linspace(-0.5, 0.5, len(tokens))
+    sample = trained_sample("g{}.{}/0".format(*where), tokens, values, values + 1, values)
+    file = run.dir.trained_tokens / "rank_1" / "step_2.bin"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(encode_trained([sample]))
+    found = conversation.conversation(run, *where)
+    columns = found["branches"][0]["tokens"]
+    for name, wanted in {"ratio": np.exp(values), "entropy": values + 1, "advantage": values}.items():
+        assert np.allclose([columns[name][at] for at in tokens], wanted, atol=2e-3)
+        assert columns[name].count(None) == len(row["token_ids"]) - len(tokens)
+    assert found["not_kept"] == {}
+    file.write_bytes(b"cut off")
+    assert "step_2.bin: it is no record" in conversation.conversation(run, *where)["not_kept"]["entropy"]
+    file.unlink()
+
+
 def test_turns_are_those_of_the_chat_and_otherwise_of_who_wrote_them() -> None:
     texts = ["<|im_start|>", "us", "er\n", "hi", "<|im_end|>", "\n", "<|im_start|>", "assistant\n", "yes", "<|im_end|>"]
     sampled = np.array([0] * 8 + [1] * 2, bool)
@@ -337,32 +358,3 @@ def test_runs_are_found_below_a_directory_and_each_has_an_id_of_its_own(path: Pa
     assert sorted(found) == ["c", "test", "test~2", "test~3"]
     rows = {name: state.describe(run.dir) for name, run in found.items()}
     assert [row["state"] for row in rows.values()].count("damaged") == 1 and rows["c"]["state"] == "not started"
-
-
-async def test_trained_tokens_have_the_ratio_entropy_and_advantage_that_the_trainer_wrote(path: Path) -> None:
-    run = OpenRun(RunDir(path))
-    with LedgerReader(run.dir) as ledger:
-        row = ledger.trained_rollouts(2)[0]
-        branch = ledger.group(row["group_id"]).rollouts[row["member"]].branches[0]
-    positions = np.flatnonzero(branch.is_sampled)
-    assert "token_values_bytes" in conversation.conversation(run, row["group_id"], row["member"])["not_kept"]["ratio"]
-    num, runs = len(positions), [np.array([each], np.int32) for each in (len(positions), positions[0], len(positions))]
-    entropy, log_ratio = np.linspace(0, 2, num).astype(np.float16), np.full(num, np.log(2), np.float16)
-    log_ratio[0] = np.nan
-    name = f"g{row['group_id']}.{row['member']}/0"
-    tokens = TrainedTokens((name,), *runs, log_ratio, entropy, np.array([-0.25], np.float32))
-    try:
-        write_step(run.dir.token_values / "rank_1", 2, tokens)
-        found = conversation.conversation(run, row["group_id"], row["member"])
-        later = conversation.conversation(run, row["group_id"], row["member"], (0, int(positions[0]) + 1))
-        damaged = run.dir.token_values / "rank_1" / "step_2.bin"
-        damaged.write_bytes(damaged.read_bytes()[:-9])
-        broken = conversation.conversation(run, row["group_id"], row["member"])["not_kept"]
-    finally:
-        shutil.rmtree(run.dir.token_values)
-    columns = found["branches"][0]["tokens"]
-    assert found["not_kept"] == {} and "step_2.bin" in broken["entropy"]
-    assert [at for at, value in enumerate(columns["entropy"]) if value is not None] == positions.tolist()
-    assert columns["ratio"][positions[0]] is None and columns["ratio"][positions[1]] == pytest.approx(2, rel=1e-3)
-    assert {value for value in columns["advantage"] if value is not None} == {-0.25}
-    assert later["branches"][0]["tokens"]["entropy"] == columns["entropy"][positions[0] + 1 :]

@@ -20,18 +20,19 @@ from tiny import build_policy, documents, pack
 
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim
+from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.network import Network
 from stretto.trainer.parallel.scores import compute_logprobs
 from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, training_device
 
-NUM_PASSES = 4
+SETTLE_S = 0.1
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_heads": 4,
     "num_kv_heads": 2,
     "head_dim": 16,
-    "num_layers": 8,
+    "num_layers": 16,
 }
 SETTINGS = {
     "whole": {},
@@ -44,31 +45,34 @@ SETTINGS = {
 
 
 def kept_bytes(settings: dict) -> int:
-    """Bytes that are there after a forward pass of a network, and were not before it.
+    """The least that a forward pass of a network keeps, in bytes; every rank keeps as much.
 
-    Buffers of collectives may still be there when a pass ends: the least of several passes counts.
+    Threads of gloo let go of the buffers of collectives when they get to it.
     """
     section = ModelSection(tp=2, **settings)
     policy = build_policy(**SHAPE)
     mesh = Mesh(find_degrees(section, 2, policy.config), training_device())
     network = Network(policy, model=section, optim=AdamWOptim(lr=1e-3), mesh=mesh)
     inputs = network.build_inputs(pack(documents(num_groups=64)))
-    compute_logprobs(policy, inputs, mesh, section)[0].sum().backward()
-    cpu, kept = torch.profiler.ProfilerActivity.CPU, []
-    for _ in range(NUM_PASSES):
-        network.weights.zero_grad()
-        torch.distributed.barrier()
-        gc.collect()
-        with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
-            logprobs = compute_logprobs(policy, inputs, mesh, section)[0]
-            time.sleep(0.1)  # gloo's threads let go of buffers a little later
-            gc.collect()
-        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-        kept.append(sum(event.nbytes() for event in events))
-        logprobs.sum().backward()
-    least = torch.tensor(min(each for each in kept if each > 0))
-    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)  # every rank keeps as much
+    least = torch.tensor(min(kept for _ in range(6) if (kept := _kept_by_pass(network, inputs)) > 0))
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
     return int(least)
+
+
+def _kept_by_pass(network: Network, inputs: PassInputs) -> int:
+    """Bytes that a forward pass adds; what is freed by chance while it runs, or later, changes them."""
+    torch.distributed.barrier()
+    time.sleep(SETTLE_S)
+    gc.collect()
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        logprobs = compute_logprobs(network.module, inputs, network.mesh, ModelSection())[0]
+        time.sleep(SETTLE_S)
+        gc.collect()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    logprobs.sum().backward()
+    network.weights.zero_grad()
+    return sum(event.nbytes() for event in events)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ def test_a_run_that_learns_gets_no_warning(seed: int) -> None:
         ({"loss/mean": math.nan}, "loss/mean is nan"),
         ({"reward/mean": math.inf}, "reward/mean is inf"),
         ({"clip/share": math.nan}, "the metric clip/share is nan at step 1"),
+        ({"groups/unaccounted": 2.0}, "step 1: 2 groups are neither trained, dropped, failed nor waiting"),
+        ({"advantage/group_sum": 0.5}, "step 1: the advantages of a group add up to 0.5 of their magnitude"),
     ],
 )
 def test_each_kind_gives_one_warning(bad: dict[str, float], words: str) -> None:

@@ -42,6 +42,7 @@ def test_a_run_trains_every_step_and_its_ledger_is_clean(tmp_path):
     assert rows[0]["eval/echo/sampled/mean"] == loop.progress.sampled[0]
     for row in rows[1:]:
         assert 0 < row["reward/mean"] < 1 and row["loss/mean"] == 0.5 and row["mismatch_kl/mean"] == 1e-7
+        assert row["groups/unaccounted"] == 0 and row["advantage/group_sum"] < 1e-6
         assert row["off_policy/max"] <= 1
         assert row["inference/num_requests_running"] >= 0
     with LedgerReader(cfg.run_dir) as ledger:

@@ -303,12 +303,9 @@ class TrainerKeys(RankKeys):
     enable_router_replay: bool = False
     """Use the experts that the engine chose for each token, not those this process would choose; with `rl` this
     also sets inference.enable_return_routed_experts. Tokens without choices are routed here."""
-    token_values_bytes: int = Field(2_000_000_000, ge=0)
-    """Bytes that entropy, mismatch and advantage of trained tokens may have on disk (4 a token, RUN/token_values),
-    by which `stretto view` colours them: half for the newest steps; of older ones every tenth, hundredth ... stays
-    longest. 0: none are written."""
     enable_token_export: bool = False
-    """Write trained tokens with logprobs and advantage to RUN/tokens_trained/step_N.jsonl (debugging)."""
+    """Write trained tokens with logprobs and advantage, as text of full precision, to RUN/tokens_trained/step_N.jsonl
+    (debugging). The page does not need it."""
 
 
 class TrainerSection(TrainerKeys, RunKeys):

@@ -198,6 +198,8 @@ class Buffer:
     max_running: int | None = None  # groups; set by adaptive concurrency
     pending_redraws: set[int] = field(default_factory=set)  # draws that a resumed run has yet to start again
     _num_by_state: dict[SlotState, int] = field(default_factory=lambda: dict.fromkeys(SlotState, 0))
+    _num_added: int = 0
+    _num_ended: int = 0  # shipped, dropped or failed
     _running: list[int] = field(default_factory=list)  # heap; groups that ended are removed lazily
     _preferred: list[int] = field(default_factory=list)  # sorted: READY groups, taken first
     _fillers: list[int] = field(default_factory=list)  # sorted: zero-signal groups, which may fill a batch
@@ -308,6 +310,7 @@ class Buffer:
     def fail(self, slot: Slot) -> None:
         """Record that no member succeeded; the ledger has the causes."""
         self.counts.failed += 1
+        self._num_ended += 1
         slot.job = None
         self._move(slot, SlotState.FAILED)
         self._wake()
@@ -351,6 +354,7 @@ class Buffer:
         for slot in chosen:
             assert not self._is_stale(slot), f"group {slot.group_id} is too old for step {step}"
             slot.step = step
+            self._num_ended += 1
             self._move(slot, SlotState.SHIPPED)
         self.next_step += 1
         self.num_rejected = 0
@@ -384,6 +388,7 @@ class Buffer:
         """Allow no more draws and batches, cancel running groups, keep finished ones for a resume."""
         self.is_closed = True
         for slot in self._in(SlotState.RUNNING):
+            self._num_ended += 1
             self._move(slot, SlotState.DROPPED)
             if slot.job:
                 slot.job.cancel()
@@ -412,6 +417,12 @@ class Buffer:
         if slot.is_frozen:
             return 0
         return (slot.step or self.next_step) - 1 - slot.first_version
+
+    @property
+    def num_unaccounted(self) -> int:
+        """Groups of which nobody knows what became of them: not shipped, dropped, failed, running or waiting."""
+        waiting = self._in(SlotState.RUNNING, SlotState.READY, SlotState.REPLACED)
+        return self._num_added - self._num_ended - len(waiting)
 
     @property
     def idle_s(self) -> float:
@@ -506,12 +517,14 @@ class Buffer:
     def _drop(self, slot: Slot, reason: str) -> None:
         self.ledger.group_dropped(slot.group_id, reason)
         self.counts.stale += reason is DropReason.STALE
+        self._num_ended += 1
         self._move(slot, SlotState.DROPPED)
         if slot.job:
             slot.job.cancel()
 
     def _add(self, slot: Slot) -> None:
         self.slots[slot.group_id] = slot
+        self._num_added += 1
         self._num_by_state[SlotState.RUNNING] += 1
         heapq.heappush(self._running, slot.group_id)
         self._mark_idle()

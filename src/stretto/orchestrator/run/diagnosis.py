@@ -23,6 +23,8 @@ EARLY_STEPS = 20
 LEAST_ESS, LEAST_TOKEN_ESS = 0.3, 0.9
 """Effective sample sizes of samples and tokens; a batch below both gives a warning. That of samples alone falls with
 the length of replies too."""
+MOST_GROUP_SUM = 1e-6
+"""Sum of a group's advantages, relative to their magnitude, above which it is not rounding."""
 SOLVED = 0.9
 """Share of zero-signal groups above which hardly anything is learned."""
 
@@ -122,6 +124,7 @@ class Diagnosis:
                     "it is.",
                 )
                 break
+        yield from self._about_invariants(row)
         yield from self._about_first_steps()
         if self.num_rows < WINDOW:
             return
@@ -141,6 +144,20 @@ class Diagnosis:
             yield from self._about_entropy()
             yield from self._about_reward()
             yield from self._about_speed()
+
+    def _about_invariants(self, row: Row) -> Iterator[tuple[str, str]]:
+        if lost := row.get("groups/unaccounted"):
+            yield (
+                "unaccounted",
+                f"step {self.step}: {lost:g} groups are neither trained, dropped, failed nor waiting. What is trained "
+                "is no longer what was sampled; please report it, with the run's ledger.",
+            )
+        if (total := row.get("advantage/group_sum", 0.0)) > MOST_GROUP_SUM:
+            yield (
+                "centered",
+                f"step {self.step}: the advantages of a group add up to {total:.2g} of their magnitude, and must to 0: "
+                "the group was changed after its advantages were computed, by a hook or a filter.",
+            )
 
     def _about_first_steps(self) -> Iterator[tuple[str, str]]:
         if 1 in self.moves:

@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
+from stretto.algorithms.credit import CENTERED
 from stretto.base.aio import run_in_slices
 from stretto.base.errors import EngineError, EnvError, StrettoError
 from stretto.monitors.monitor import Values
@@ -55,6 +56,7 @@ class BatchShipper:
         self._next_gauges_at = 0.0  # time.monotonic()
         algos = {env.name or env.id: self.cfg.algo_of(env.name or env.id) for env in self.cfg.env}
         self._whitened = [n for n, algo in algos.items() if getattr(algo, "whiten", False)]
+        self._centered = {name for name, algo in algos.items() if algo.type in CENTERED}
 
     async def ship_batches(self) -> None:
         """Ship until the last step, or until the buffer is closed.
@@ -139,6 +141,7 @@ class BatchShipper:
         run.ledger.batch_shipped(step, [slot.group_id for slot in slots])
         await asyncio.sleep(0)
         self.buffer.ship(slots, discarded)
+        row.metrics["groups/unaccounted"] = float(self.buffer.num_unaccounted)
         row.metrics["time/pack"] = time.perf_counter() - started
         row.idle_s, self.idle_s = self.buffer.idle_s - self.idle_s, self.buffer.idle_s
         self.rows[step] = row
@@ -164,6 +167,8 @@ class BatchShipper:
         row = _batch_row(groups, unused, staleness, counts)
         total = max(sum(len(group.rollouts) for group in (*groups, *unused)), 1)
         row.metrics |= {f"filter/{each.type}": counts.flags[each.type] / total for each in self._filters}
+        if centered := [group for group in groups if group.task.env in self._centered]:
+            row.metrics["advantage/group_sum"] = max(map(group_sum, centered))
         if self.parts.rollout_function is not None:
             row.metrics |= self.parts.rollout_function.metrics
         interval = self.cfg.monitors.samples_interval
@@ -247,6 +252,13 @@ def _batch_row(
     }
     metrics |= counts.ends.metrics() | _by_env(played) | _of_turns(groups)
     return StepRow(metrics, len(rollouts), int(lengths.sum()))
+
+
+def group_sum(group: Group) -> float:
+    """The sum of a group's advantages, as a share of the sum of their magnitudes; 0 if agents or branches have own."""
+    if group.agent_advantages or group.branch_advantages:
+        return 0.0
+    return abs(sum(group.advantages)) / max(sum(map(abs, group.advantages)), 1e-30)
 
 
 def _of_turns(groups: Sequence[Group]) -> dict[str, float]:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def delete_after(directory: Path, step: int) -> None:
     """Delete the files of later steps, which a resumed run trains again."""
-    for path in directory.rglob("step_*.*"):
+    for path in directory.rglob("step_*"):
         number = path.stem.removeprefix("step_")
-        if number.isdecimal() and int(number) > step:
+        if path.suffix in (".bin", ".jsonl") and number.isdecimal() and int(number) > step:
             path.unlink()
 
 

@@ -116,6 +116,26 @@ def test_a_group_without_signal_frees_exactly_one_slot():
     assert num_held(buffer) == 4
 
 
+def test_every_group_is_accounted_for_until_one_is_lost():
+    buffer = build(max_async_level=0)
+    buffer.restore(group_of(100, 0), has_signal=False)
+    slots = start_all(buffer)
+    buffer.fail(slots[0])
+    buffer.drop(slots[1], "a hook failed")
+    finish(buffer, slots[2], has_signal=False)
+    slots += start_all(buffer, first=4)
+    assert buffer.num_unaccounted == 0
+    for slot in slots[3:]:
+        finish(buffer, slot)
+    chosen = run_virtual(buffer.next_batch())
+    buffer.ship(chosen, buffer.discarded(chosen))
+    buffer.on_loaded(1)
+    assert buffer.num_unaccounted == 0
+    lost = start_all(buffer, first=20)[0]
+    del buffer.slots[lost.group_id]
+    assert buffer.num_unaccounted == 1
+
+
 def test_beyond_max_oversampling_groups_without_signal_fill_the_batch():
     buffer = build(max_async_level=0, max_oversampling=1.5)
     slots, first = start_all(buffer), 4
@@ -346,7 +366,7 @@ def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, r
                 buffer.fail(slot)
             else:
                 finish(buffer, slot, has_signal=fate == "signal")
-        assert num_held(buffer) <= buffer.bounds.num_slots
+        assert num_held(buffer) <= buffer.bounds.num_slots and buffer.num_unaccounted == 0
         if buffer._may_ship():
             step, chosen = buffer.next_step, buffer._choose()
             assert chosen == slow_choice(buffer)

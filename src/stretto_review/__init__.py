@@ -1,0 +1,8 @@
+"""What a run has kept, used after it: judged by other rewards, compared with another run, written for training."""
+
+SUMMARIES = {
+    "rescore": "judge the rollouts of a run by another reward: stretto rescore RUN --reward my:fn",
+    "export": "rollouts of a run as data for SFT and preferences: stretto export RUN --kind best",
+    "diff": "where two runs begin to differ, and in what: stretto diff RUN OTHER",
+}
+MEANT = {"rejudge": "rescore", "regrade": "rescore", "compare": "diff"}

@@ -1,0 +1,116 @@
+"""`stretto diff`: what was changed is named at its step, with both values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from stored_runs import word, write_run
+
+from stretto.base.paths import RunDir
+from stretto_review.diff import diff
+
+GROUPS = 12
+
+
+def told(one: Path, two: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """The first difference."""
+    status = diff([str(one), str(two), "--json", *words])
+    found = json.loads(capsys.readouterr().out)
+    assert status == int(bool(found["differences"]))
+    return found["differences"][0] if found["differences"] else {}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run") / "one", GROUPS)
+
+
+def changed_at(group: int, member: int, change: Callable[[str], str]) -> Callable[[int, int], str]:
+    return lambda g, m: change(word(g, m)) if (g, m) == (group, member) else word(g, m)
+
+
+def test_equal_runs_have_no_difference(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(run, write_run(tmp_path / "two", GROUPS), capsys) == {}
+
+
+def test_one_flipped_token_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = write_run(tmp_path / "two", GROUPS, reply=changed_at(6, 3, lambda text: text[:-1] + "z"))
+    found = told(run, other, capsys)
+    assert (found["step"], found["quantity"]) == (2, "token") and found["where"].endswith("of g6.3")
+    assert word(6, 3)[-1] in found["first"] and "'z'" in found["second"]
+
+
+def test_a_changed_reward_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = word(9, 2)
+    assert sum(word(g, m) == target for g in range(GROUPS) for m in range(8)) == 1
+    other = write_run(tmp_path / "two", GROUPS, reward=lambda text: 7.0 if text == target else float("a" in text[:2]))
+    found = told(run, other, capsys)
+    assert (found["step"], found["quantity"], found["where"]) == (3, "reward", "g9.2")
+    assert (found["first"], found["second"]) == (float("a" in target[:2]), 7.0)
+
+
+def test_a_reordered_batch_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order = [0, 1, 2, 3, 4, 5, 6, 8, 7, 9, 10, 11]
+    found = told(run, write_run(tmp_path / "two", GROUPS, order=order), capsys)
+    assert (found["step"], found["quantity"]) == (2, "order")
+    assert (found["first"], found["second"]) == ([4, 5, 6, 7], [4, 5, 6, 8])
+
+
+def test_another_seed_is_named_by_the_first_draw(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = write_run(tmp_path / "two", GROUPS, first_task=5, config={"seed": 1})
+    found = told(run, other, capsys)
+    assert (found["step"], found["quantity"], found["where"]) == (1, "draw", "draw 0")
+    assert (found["first"], found["second"]) == ("train-0", "train-5")
+    diff([str(run), str(other)])
+    assert "config  seed: 0 and 1" in capsys.readouterr().out
+
+
+def test_log_probabilities_are_compared_with_a_tolerance(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_run(tmp_path / "two", GROUPS, logprob=lambda step: -0.5 if step < 3 else -0.5001)
+    found = told(run, other, capsys)
+    assert (found["step"], found["quantity"]) == (3, "logprob")
+    assert told(run, other, capsys, "--tolerance", "0.001") == {}
+
+
+def with_metrics(run: Path, rate: float, norm_at_2: float) -> Path:
+    rows = [
+        {"step": n, "optim/lr": rate, "optim/grad_norm": norm_at_2 if n == 2 else 1.0, "time/step": n * rate}
+        for n in (1, 2, 3)
+    ]
+    path = RunDir(run).metrics("trainer")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"time": 0.0, **row}) + "\n" for row in rows))
+    return run
+
+
+def test_another_rate_and_another_gradient_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, three = (
+        with_metrics(write_run(tmp_path / name, GROUPS), rate, norm)
+        for name, rate, norm in (("one", 1e-3, 1.0), ("two", 2e-3, 1.0), ("three", 1e-3, 1.5))
+    )
+    found = told(one, two, capsys)
+    assert (found["step"], found["quantity"], found["where"], found["second"]) == (1, "metric", "optim/lr", 2e-3)
+    found = told(one, three, capsys)
+    assert (found["step"], found["quantity"], found["where"], found["second"]) == (2, "metric", "optim/grad_norm", 1.5)
+
+
+def test_weights_are_compared_by_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name, GROUPS) for name in ("one", "two")]
+    for index, run in enumerate(runs):
+        for step in (1, 2):
+            tensors = {"head.weight": np.ones((2, 3), np.float32), "norm.weight": np.ones(4, np.float16)}
+            tensors["head.weight"][1, 2] += index * (step == 2)
+            directory = RunDir(run).weights_step(step)
+            directory.mkdir(parents=True)
+            save_file(tensors, directory / "model.safetensors")
+    found = told(*runs, capsys)
+    assert (found["step"], found["quantity"], found["where"]) == (2, "weight", "head.weight[1, 2]")
+    assert (found["first"], found["second"]) == (1.0, 2.0)

@@ -1,0 +1,74 @@
+"""`stretto export`: stored rollouts as data that `sft` and TRL read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow.parquet
+import pytest
+from stored_runs import MEMBERS, word, write_run
+
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.data.messages import parse_messages
+from stretto_review import scores
+from stretto_review.export import export
+
+GROUPS = 8
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run") / "words", GROUPS)
+
+
+def rows(run: Path, out: Path, *words: str) -> list[dict[str, Any]]:
+    export([str(run), "--out", str(out), *words])
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_rollouts_have_all_that_is_stored(run: Path, tmp_path: Path) -> None:
+    found = rows(run, tmp_path / "all.jsonl")
+    assert len(found) == GROUPS * MEMBERS
+    for row in found:
+        assert row["reply"] == word(row["group"], row["member"]) + "<|im_end|>" and row["step"] == row["group"] // 4 + 1
+        assert len(row["token_ids"]) == len(row["is_sampled"]) == len(row["logprobs"])
+
+
+def test_sft_and_best_are_conversations(run: Path, tmp_path: Path) -> None:
+    found = rows(run, tmp_path / "sft.jsonl", "--kind", "sft", "--min-reward", "1")
+    assert found and all("a" in row["messages"][-1]["content"][:2] for row in found)
+    assert all(parse_messages(row["messages"], "messages", "row")[-1]["role"] == "assistant" for row in found)
+    best = rows(run, tmp_path / "best.jsonl", "--kind", "best", "--steps", "2")
+    assert [row["group"] for row in best] == [4, 5, 6, 7] and {row["reward"] for row in best} == {1.0}
+    with pytest.raises(ConfigError, match="--min-reward"):
+        export([str(run), "--kind", "sft"])
+
+
+def test_pairs_are_of_one_prompt_and_differ_in_reward(run: Path, tmp_path: Path) -> None:
+    for row in rows(run, tmp_path / "pairs.jsonl", "--kind", "pairs", "--margin", "0.5"):
+        assert row["prompt"][-1]["role"] == "user" and row["reward"] - row["rejected_reward"] >= 0.5
+        [[chosen], [rejected]] = row["chosen"], row["rejected"]
+        assert chosen["content"] == word(row["group"], row["member"])
+        assert rejected["content"] == word(row["group"], row["rejected_member"])
+    text = rows(run, tmp_path / "text.jsonl", "--kind", "pairs", "--text")
+    assert all(isinstance(row[key], str) for row in text for key in ("prompt", "chosen", "rejected"))
+
+
+def test_new_scores_take_the_place_of_rewards(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [scores.Line(2, member, float(member == 5), 0.0) for member in range(MEMBERS)]
+    scores.save(RunDir(run), "sixth", ["my:fn"], lines)
+    [row] = rows(run, tmp_path / "best.jsonl", "--kind", "best", "--scores", "sixth")
+    assert (row["group"], row["member"], row["reward"]) == (2, 5, 1.0)
+    assert f"{(GROUPS - 1) * MEMBERS} without a score of that name" in capsys.readouterr().out
+
+
+def test_formats_hold_the_same_rows(run: Path, tmp_path: Path) -> None:
+    wanted = rows(run, tmp_path / "best.jsonl", "--kind", "best")
+    export([str(run), "--kind", "best", "--format", "parquet", "--out", str(tmp_path / "best.parquet")])
+    export([str(run), "--kind", "best", "--format", "hf", "--out", str(tmp_path / "best")])
+    assert pyarrow.parquet.read_table(tmp_path / "best.parquet").to_pylist() == wanted
+    assert datasets.load_from_disk(str(tmp_path / "best")).to_list() == wanted
