@@ -158,8 +158,7 @@ def _merged(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[dic
     starts = ends - np.asarray(sizes)
     group_of = np.repeat(np.arange(len(sizes)), sizes)
     merged: list[dict[str, Any]] = [{} for _ in sizes]
-    for key in set().union(*rows):
-        column = [row.get(key) for row in rows]
+    for key, column in _columns(rows).items():
         distance = _distances(column)
         farthest = np.maximum.reduceat(distance, starts)
         hits = np.flatnonzero(distance == farthest[group_of])
@@ -174,6 +173,18 @@ def _merged(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[dic
         if size > 1 and total:
             found[MERGED_TOKENS] = total - found.get("batch/tokens", 0)
     return merged
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The values of every name, None where a row has none. Neighbours mostly have the same names, in one order."""
+    found: dict[str, list[Any]] = {}
+    begin = 0
+    for names, group in itertools.groupby(rows, key=tuple):
+        values = [tuple(row.values()) for row in group]
+        for name, column in zip(names, zip(*values)):
+            found.setdefault(name, [None] * len(rows))[begin : begin + len(values)] = column
+        begin += len(values)
+    return found
 
 
 def _distances(column: Sequence[Any]) -> np.ndarray:

@@ -25,7 +25,9 @@ from stretto_view.page.library import Library
 
 HOST, PORT = "127.0.0.1", 8765
 NICENESS = 19
-"""The page must not take CPU time from a run on this machine."""
+"""The page must not take CPU time from a run on this machine ..."""
+FIRST_S = 3.0
+"""... but for the seconds after its start, in which somebody waits for the first view."""
 _NOT_OURS = (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN)
 _LAST_PORT = 65535
 _SHUTDOWN_S = 0.5
@@ -50,11 +52,11 @@ def view(words: Sequence[str]) -> int:
         "--listen-fd", type=int, help=argparse.SUPPRESS
     )  # passed by a launcher, which has printed the address
     given = parser.parse_args(list(words))
-    os.nice(NICENESS)
     places = given.run or [Path("outputs")]
     if not state.find(places):
         raise ConfigError(state.no_runs_text(places))
     if given.listen_fd is not None:
+        give_way()
         asyncio.run(serve(build(Library(places)), socket.socket(fileno=given.listen_fd)))
         return 0
     listener = listen(given.host, given.port)
@@ -65,6 +67,14 @@ def view(words: Sequence[str]) -> int:
     return 0
 
 
+def give_way() -> None:
+    """Let every thread of this process, and all that they start, wait for what else computes."""
+    has_list = os.path.isdir("/proc/self/task")  # Linux has a priority for each thread
+    for thread in map(int, os.listdir("/proc/self/task")) if has_list else [0]:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
 async def serve(app: web.Application, listener: socket.socket) -> None:
     """Answer requests until SIGTERM or Ctrl-C."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
@@ -72,6 +82,7 @@ async def serve(app: web.Application, listener: socket.socket) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    asyncio.get_running_loop().call_later(FIRST_S, give_way)
     try:
         await web.SockSite(runner, listener).start()
         await ended.wait()
