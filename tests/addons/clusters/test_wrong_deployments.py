@@ -24,6 +24,7 @@ from stretto.launch.run import rl
 from stretto_clusters.slurm.script import TEMPLATE
 
 pytest.importorskip("stretto_broadcast")  # weights of runs on several nodes
+pytest.importorskip("stretto_vllm")
 
 HEAD = '[model]\nname = "{model}"\n[[orchestrator.env]]\nid = "sort-letters"\n[run]\nname = "r"\n'
 WIDE = '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\nnum_infer_replicas = 2\n'

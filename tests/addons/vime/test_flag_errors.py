@@ -200,6 +200,7 @@ def test_a_rule_between_keys_speaks_of_the_flags_that_were_typed(name, files):
 
 def test_a_plan_that_does_not_fit_the_machine_speaks_of_flags(files, monkeypatch, capsys):
     pytest.importorskip("stretto_broadcast")
+    pytest.importorskip("stretto_vllm")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     flags = ["--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "4"]
     assert run_verb("vime", words_of(files, *flags)) != 0

@@ -209,6 +209,7 @@ def test_the_printed_toml_is_the_same_run_byte_for_byte(seed, files):
 
 def test_the_printed_toml_chooses_no_port_and_runs_where_the_usual_ones_are_taken(files):
     pytest.importorskip("stretto_broadcast")
+    pytest.importorskip("stretto_vllm")
     pytest.importorskip("stretto_routers")
     cfg, *_ = read_command(words_of(files, SPLIT))
     with socket.socket() as taken:
