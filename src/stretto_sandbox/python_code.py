@@ -50,7 +50,7 @@ class PythonCode(SolvedTasks, SingleTurnEnv):
         num_tests: int = 6,
         partial: bool = False,
         backend: Literal["auto", "bubblewrap", "subprocess"] = "auto",
-        timeout_s: float = 2.0,
+        timeout_s: float = 10.0,
         seed: int = 0,
         instruction: str = "",
     ) -> None:
