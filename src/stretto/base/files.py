@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -71,6 +72,12 @@ def atomic_path(path: Path, *, is_durable: bool = False) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def whole_name(name: str) -> str:
+    """The name of the file that a killed process was writing into the part `name`; other names as they are."""
+    part = re.fullmatch(r"\.(.+)\.\d+", name)
+    return part[1] if part else name
 
 
 def write_atomic(path: Path, content: bytes, *, is_durable: bool = False, mode: int = 0o666) -> None:

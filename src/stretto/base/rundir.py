@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError, reason_of
-from stretto.base.files import read_holder, try_lock, write_atomic, write_holder
+from stretto.base.files import read_holder, try_lock, whole_name, write_atomic, write_holder
 from stretto.base.paths import RunDir
 
 logger = logging.getLogger(__name__)
@@ -312,7 +312,7 @@ def is_used(run: RunDir) -> bool:
 
 
 def _artefacts(contents: list[str]) -> list[str]:
-    return [name for name in contents if name not in _HARMLESS]
+    return [name for name in contents if whole_name(name) not in _HARMLESS]
 
 
 def _has_trained_nothing(run: RunDir, artefacts: list[str]) -> bool:
@@ -320,7 +320,7 @@ def _has_trained_nothing(run: RunDir, artefacts: list[str]) -> bool:
     num_steps = sum(_num_steps(run.metrics(role)) for role in ("orchestrator", "trainer", "sft"))
     is_only_linked = run.checkpoints.is_symlink() and not any(run.checkpoints.glob("step_*"))
     allowed = _UNTRAINED | ({run.checkpoints.name} if is_only_linked else set())
-    return _is_run(run) and allowed.issuperset(artefacts) and num_steps == 0
+    return _is_run(run) and allowed.issuperset(map(whole_name, artefacts)) and num_steps == 0
 
 
 def _resume_step(run: RunDir, contents: list[str], step: int | None) -> int:

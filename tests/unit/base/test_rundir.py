@@ -54,6 +54,13 @@ def test_what_is_more_than_the_leavings_of_a_start_is_kept(run: RunDir, name: st
     assert run.ledger.exists()
 
 
+@pytest.mark.parametrize("name", [".clock.json.30473", ".summary.json.7"])
+def test_a_file_that_a_killed_start_was_writing_keeps_no_name(run: RunDir, name: str) -> None:
+    (run.path / name).touch()
+    rundir.claim(run, **NEW).close()
+    assert not run.ledger.exists()
+
+
 def test_a_directory_that_is_no_run_is_kept(tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
     with pytest.raises(ConfigError, match="exists in"):
