@@ -4,7 +4,7 @@ Every request that names no adapter gets the policy's. `NewRequestData` carries 
 model runners, and their graphs, count it like an adapter that a request names. Prefixes in the cache are those of the
 base model, as with other weight updates.
 
-A worker stores the adapter of an update in a directory in memory, which vLLM loads as it loads named adapters. After an
+A worker stores the adapter of an update in a temporary directory, which vLLM loads as it loads named adapters. After an
 update vLLM forgets all loaded adapters, and loads those of running requests again before its next step. Before the
 first update the policy's adapter is zero, and requests get the base model.
 """
@@ -27,7 +27,6 @@ from stretto_vllm.patches.adapters import AdapterLimits
 if TYPE_CHECKING:
     from stretto.transports.weights.layout import NamedTensor
 
-SHARED_MEMORY = Path("/dev/shm")
 POLICY_ID = 2**30
 """vLLM's number of the policy's adapter; it counts those of named adapters from 1."""
 
@@ -45,13 +44,12 @@ class PolicyAdapter:
         return self._directory
 
     def store(self, tensors: Iterable[NamedTensor], rank: int, scaling: float, model: Path) -> None:
-        """Replace the adapter by one with PEFT's names, in memory of its own.
+        """Replace the adapter by one with PEFT's names.
 
-        Raises: DataError if vLLM cannot compute it; the one before stays.
+        Raises: DataError if vLLM cannot compute it; the one before then stays, as after any other error.
         """
         adapter = Adapter.from_tensors(tensors, rank, scaling)
-        place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        new = Path(tempfile.mkdtemp(prefix="stretto-policy-", dir=place))
+        new = Path(tempfile.mkdtemp(prefix="stretto-policy-"))  # the engine's keeper removes what is in TMPDIR
         before, self._directory = self._directory, new
         try:
             save_adapter(adapter, new, LoRASection(rank=rank, alpha=scaling * rank))
@@ -60,15 +58,17 @@ class PolicyAdapter:
             if (reason := limits.refusal_reason(str(new))) is not None:
                 raise ValueError(reason)
             self.manager._load_adapter(policy_request())
-        except ValueError as error:
-            self._directory, before = before, new
+        except BaseException as error:
+            self._directory = before
+            shutil.rmtree(new, ignore_errors=True)
+            if not isinstance(error, ValueError):
+                raise
             raise DataError(
                 f"[inference.lora] compute_policy: vLLM cannot compute the run's adapter: {error}; change "
                 "[inference.lora], or remove compute_policy to merge the adapter"
             ) from error
-        finally:
-            if before is not None:
-                shutil.rmtree(before, ignore_errors=True)
+        if before is not None:
+            shutil.rmtree(before, ignore_errors=True)
 
     def close(self) -> None:
         """Remove the adapter's directory."""
