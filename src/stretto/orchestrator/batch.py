@@ -388,7 +388,9 @@ def to_micro_batch(
         rollout_tokens=tuple(totals[_rollout_of(s)] for s in samples),
         routed_experts=_merge_expert_choices(samples),
         support=_merge_supports(samples, lengths),
-        alternatives=concat_alternatives([s.alternatives for s in samples], lengths),
+        alternatives=concat_alternatives([s.alternatives for s in samples], lengths)
+        if any(s.alternatives is not None for s in samples)
+        else None,
         **(images_by_document([s.images for s in samples]) if any(s.images for s in samples) else NO_IMAGES),
     )
     return msgspec.structs.replace(row, **columns)

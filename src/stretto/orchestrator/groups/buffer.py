@@ -238,9 +238,8 @@ class Buffer:
         return True
 
     async def wait_for_turn(self, version: int) -> None:
-        """Wait until this version may be loaded: in a deterministic run, until no batch needs an earlier one."""
-        if self.bounds.is_deterministic:
-            await self._wait_until(lambda: self.is_closed or self._is_over(version - 1))
+        """Wait until a deterministic run may load this version: until no batch needs an earlier one."""
+        await self._wait_until(lambda: self.is_closed or self._is_over(version - 1))
 
     def _is_over(self, version: int) -> bool:
         """Is every batch of a deterministic run shipped that is played by this version?"""

@@ -248,7 +248,8 @@ class Loop:
         the last version.
         """
         while True:
-            await self.buffer.wait_for_turn(self.parts.versions.next_version)
+            if self.cfg.deterministic:
+                await self.buffer.wait_for_turn(self.parts.versions.next_version)
             version = await self.parts.versions.load_next()
             self.parts.watch.progress(f"version {version} loaded")
             sending = asyncio.create_task(self._announce_loaded(version))
