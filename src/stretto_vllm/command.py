@@ -25,6 +25,8 @@ WEIGHTS_BACKEND = "stretto"
 """Name of our engine in vLLM's registry of weight transfers."""
 PATCHES_VAR = "STRETTO_PATCHES"
 """Functions in patches/, as `module.function`, that plugin.py calls in every vLLM process."""
+COMPUTES_POLICY = "policy.compute_policy_adapter"
+"""The patch with which vLLM's own LoRA computes the run's adapter."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels."""
 BACKEND_OPTION = "all2all_backend"
@@ -144,10 +146,11 @@ def _adapter_options(section: InferenceSection, *, is_cpu: bool) -> dict[str, ob
             "inference.lora.target_modules: the output head, lm_head, cannot have an adapter: with one, vLLM fails "
             "when log-probabilities of prompts are requested; remove it"
         )
+    num_slots = lora.max_loras + 1 + lora.compute_policy
     return {
         "enable_lora": True,
-        "max_loras": lora.max_loras + 1,
-        "max_cpu_loras": lora.max_loras + 1,
+        "max_loras": num_slots,
+        "max_cpu_loras": num_slots,
         "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= lora.max_lora_rank),
         "lora_target_modules": list(lora.target_modules),
     }
@@ -224,6 +227,8 @@ def _patches(section: InferenceSection, *, is_cpu: bool) -> Iterator[str]:
         yield "leases.keep_leases_in_pauses"
     if section.lora is not None and "experts" not in section.lora.target_modules:
         yield "adapters.disable_expert_adapters"
+    if section.lora is not None and section.lora.compute_policy:
+        yield COMPUTES_POLICY
     if section.enable_return_sampling_mask:
         yield "supports.return_supports_on_cpus" if is_cpu else "supports.return_supports_on_gpus"
     if is_cpu:

@@ -24,6 +24,7 @@ from stretto.transports.weights import receive
 from stretto.transports.weights.layout import NamedTensor
 from stretto_vllm.base import BaseWeights
 from stretto_vllm.patches.loaders import keep_copied_weights
+from stretto_vllm.patches.policy import policy
 from stretto_vllm.worker import worker_index
 
 
@@ -56,6 +57,8 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
         pass
 
     def start_weight_update(self) -> None:
+        if policy.manager is not None:
+            return  # the base model's weights stay as they are
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         _drop_unfinished_layers(self.model)
@@ -74,12 +77,29 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
         group = None if update_info.group is None else msgspec.convert(update_info.group, WeightGroup)
         worker = worker_index(self.parallel_config)
         with receive(manifest, group, worker, self.device) as tensors:
+            if policy.manager is not None:
+                copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in tensors]
+                tensors.check_unchanged()
+                self._store_policy(manifest.adapter, copies)
+                return
             if manifest.adapter is None:
                 self._mark_replaced()
             weights = tensors if manifest.adapter is None else self._merge_adapter(manifest.adapter, tensors)
             with keep_copied_weights(self.model):
                 self.model.load_weights((name, tensor.to(self.device)) for name, tensor in weights)
             tensors.check_unchanged()
+
+    def _store_policy(self, info: AdapterInfo | None, tensors: Iterable[NamedTensor]) -> None:
+        """Keep the policy's adapter for vLLM's own LoRA.
+
+        Raises: ConfigError for anything but the policy's adapter; DataError for one that vLLM cannot compute.
+        """
+        if info is None or info.name is not None:
+            raise ConfigError(
+                "[inference.lora] compute_policy: a weight update of this engine is the adapter of the run's policy; "
+                "set [model.lora] in the run, or remove compute_policy"
+            )
+        policy.store(tensors, info.rank, info.scaling, Path(self.model_config.model))
 
     def _merge_adapter(self, info: AdapterInfo, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Merge the policy's adapter into the weights with which vLLM was started.
@@ -104,6 +124,8 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
             self._base.mark_all_changed()
 
     def finish_weight_update(self) -> None:
+        if policy.manager is not None:
+            return
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)

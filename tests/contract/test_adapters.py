@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from unittest.mock import ANY
 
 import aiohttp
 import msgspec
@@ -257,3 +258,43 @@ async def test_a_mixture_of_experts_with_adapters_of_its_attention(engine, tmp_p
             manifest = msgspec.structs.replace(manifest, adapter=AdapterInfo(LORA.rank, 2.0))
             await client.update_weights(manifest)
             await served.check(None, whole, salt="1")
+
+
+@needs_vllm
+@pytest.mark.slow
+async def test_vllm_computes_the_policys_adapter_beside_its_weights(tmp_path):
+    """By every transport, with named adapters in the batch; weights and targets that it cannot compute are refused."""
+    flags = (*FLAGS, "--lora.compute-policy", "true", "--lora.target-modules", '["q_proj", "v_proj", "o_proj"]')
+    lora = LoRASection(rank=8, alpha=16.0, target_modules=("q_proj", "v_proj", "o_proj"))
+    info = AdapterInfo(lora.rank, lora.alpha / lora.rank)
+    with serve("vllm", save(scratch(0), tmp_path / "model"), tmp_path / "log", *flags) as (url, _):
+        async with aiohttp.ClientSession() as http, EngineClient([url], timeout_s=120) as client:
+            await client.wait_ready(240)
+            served, named = Served(url, tmp_path, http, client), adapted(1, lora=lora)
+            assert await served.load("one", named, lora) == (200, ANY)
+            await asyncio.gather(served.check(None, scratch(0)), served.check("one", named))
+            version = 0
+            for transport, build in PUBLISHERS.items():
+                publisher = build(tmp_path / transport)
+                for _ in range(2):
+                    version += 1
+                    model = adapted(10 + version, lora=lora)
+                    manifest = publisher.publish(version, Adapter.of(model).tensors())
+                    running = asyncio.create_task(client.generate(ask(None, tokens=200, salt=f"before {version}")))
+                    await client.update_weights(msgspec.structs.replace(manifest, adapter=info))
+                    salt = f"after {version}"
+                    [completion], _ = await asyncio.gather(
+                        served.check(None, model, salt=salt, n=1), served.check("one", named, salt=salt)
+                    )
+                    assert [span.version for span in completion.versions] == [version]
+                    assert len((await running)[0].token_ids) == 200
+                await asyncio.to_thread(publisher.close)
+            publisher = PUBLISHERS["filesystem"](tmp_path / "refused")
+            for version, tensors, adapter in (
+                (9, Adapter.of(adapted(9)).tensors(), info),
+                (10, export_tensors(scratch(1)), None),
+            ):
+                manifest = msgspec.structs.replace(publisher.publish(version, tensors), adapter=adapter)
+                with pytest.raises(EngineError, match="compute_policy"):
+                    await client.update_weights(manifest)
+            publisher.close()

@@ -16,7 +16,7 @@ from stretto.config.load import load
 from stretto.config.root import InferenceConfig
 from stretto.config.section import has_key
 from stretto.config.sections.inference import InferenceSection
-from stretto_vllm.command import build_command
+from stretto_vllm.command import COMPUTES_POLICY, PATCHES_VAR, build_command
 from stretto_vllm.install import cpu_requirements, link_rdma_library
 from stretto_vllm.worker import num_workers, worker_index
 
@@ -301,6 +301,13 @@ def test_adapters_have_one_slot_more_than_may_be_loaded(model):
     at = targets.index("--lora-target-modules")
     assert tuple(targets[at + 1 : at + 8]) == section.lora.target_modules
     assert "--enable-lora" not in words_of(InferenceSection(), model, is_cpu=True)
+
+
+def test_the_runs_own_adapter_has_a_slot_of_its_own(model):
+    section = InferenceSection.model_validate({"lora": {"max_loras": 3, "compute_policy": True}})
+    command = build_command(section, model, is_cpu=True)
+    assert words_of(section, model, is_cpu=True)["--max-loras"] == "5"
+    assert COMPUTES_POLICY in command.env[PATCHES_VAR].split()
 
 
 @pytest.mark.parametrize(

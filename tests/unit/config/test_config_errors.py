@@ -31,6 +31,14 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         "[model.lora]\n[model.vlm]\nfreeze_vision_encoder = false\n" + ENV,
         ["c.toml:3, c.toml:1: model.vlm.freeze_vision_encoder = false with model.lora", "leave one of them out"],
     ),
+    "an adapter that engines have no room for": (
+        "[model.lora]\nrank = 32\n[inference.lora]\ncompute_policy = true\n" + ENV,
+        ["c.toml:2: model.lora.rank = 32 with inference.lora.compute_policy = true", "raise it to 32"],
+    ),
+    "an adapter that nobody trains": (
+        "[inference.lora]\ncompute_policy = true\n" + ENV,
+        ["inference.lora.compute_policy = true does nothing with model.lora", "add [model.lora]"],
+    ),
     "a vision tower at another place": (
         '[model.vlm]\nvision_encoder_attr = "visual"\n' + ENV,
         ['c.toml:2: model.vlm.vision_encoder_attr = "visual"', '"model.visual"'],

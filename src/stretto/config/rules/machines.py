@@ -464,8 +464,25 @@ def mapped_memory(c: RLConfig, at: At) -> Problems:
             yield Problem((wire, at(path)), what)
 
 
+def policy_adapter(c: RLConfig, at: At) -> Problems:
+    """vLLM's LoRA kernels have room for the adapter that the run trains."""
+    served = None if c.inference is None else c.inference.lora
+    trained, key = c.model.lora, at("inference.lora.compute_policy")
+    if served is None or not served.compute_policy:
+        return
+    if trained is None:
+        yield from idle(
+            at, "inference.lora.compute_policy", "model.lora", "add [model.lora]", why="no adapter is trained"
+        )
+        return
+    rank, most = at("model.lora.rank"), at("inference.lora.max_lora_rank")
+    if trained.rank > served.max_lora_rank:
+        yield Problem((rank, most), f"{rank} with {key}: {most} allows no more; raise it to {trained.rank}")
+
+
 RULES: Rules = {
     RLConfig: (
+        policy_adapter,
         network,
         client_address,
         device_of_engines,

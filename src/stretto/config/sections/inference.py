@@ -104,6 +104,9 @@ class ServedAdaptersSection(Section):
     """Largest rank; vLLM takes the next of 8, 16, 32, 64, 128, 256, 320, 512."""
     target_modules: tuple[str, ...] = Field(SERVED_LORA_TARGETS, min_length=1)
     """Layers that adapters in vLLM may have. `experts` is served on GPUs only."""
+    compute_policy: bool = False
+    """Let vLLM's LoRA kernels compute the adapter of [model.lora] beside the weights. False: vLLM merges it into the
+    weights, which rounds it to their type. The embedded engine always computes it."""
 
 
 class InferenceSection(Section):

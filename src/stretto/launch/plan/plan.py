@@ -25,6 +25,7 @@ from stretto.config.root import EvalConfig, RLConfig
 from stretto.config.section import Section
 from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
+from stretto.config.sections.model import dtype_on
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
 from stretto.launch.plan.models import assign_model_gpus, role_of, started_models, with_model_ports
 from stretto.launch.plan.placement import (
@@ -134,7 +135,7 @@ class LaunchPlan:
         on_cpu = {spec.role for spec in processes} - {spec.role for spec in processes if spec.devices}
         parts = {"teacher": "teacher_inference", **{role_of(name): f"models.{name}" for name, _ in started_models(cfg)}}
         check_devices(cfg, {parts.get(role, role) for role in on_cpu})
-        every = (*notes, *loss_notes(cfg), *clock_notes(cfg))
+        every = (*notes, *loss_notes(cfg), *clock_notes(cfg), *adapter_notes(cfg))
         return cls(run, cfg, engines, tuple(processes), batch, every, tuple(hosts))
 
     def configs(self) -> dict[str, Section]:
@@ -173,6 +174,19 @@ def clock_notes(cfg: RLConfig) -> Iterator[str]:
         yield (
             "deterministic fixes what is asked of vLLM, and when; its numbers are those of a batch of requests unless "
             'inference.env_vars = { VLLM_BATCH_INVARIANT = "1" }, on GPUs that have such kernels'
+        )
+
+
+def adapter_notes(cfg: RLConfig) -> Iterator[str]:
+    """What merging an adapter into weights of bfloat16 loses."""
+    section = cfg.inference
+    if cfg.model.lora is None or section is None or section.engine != "vllm":
+        return
+    is_merged = section.lora is None or not section.lora.compute_policy
+    if is_merged and dtype_on(section.dtype, is_gpu=section.device != "cpu") == "bfloat16":
+        yield (
+            "vLLM merges the adapter of [model.lora] into weights of bfloat16, and changes under the last bit of a "
+            "weight are lost; inference.lora.compute_policy = true computes it beside them"
         )
 
 
