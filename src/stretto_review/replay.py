@@ -34,8 +34,10 @@ def replay(words: Sequence[str]) -> int:
         there = f"it has {', '.join(map(str, known))}" if known else "it has none"
         raise ConfigError(f"stretto replay: --from {start}: {here} has no checkpoint of that step; {there}")
     name = args.name or f"{here.path.name}-replay"
-    again = RunDir(here.path.parent / name)
-    command = [sys.executable, "-m", "stretto", "rl", "@", str(here.config("run")), "--run.name", name, "--clean"]
+    beside = here.path.absolute().parent
+    again = RunDir(beside / name)
+    command = [sys.executable, "-m", "stretto", "rl", "@", str(here.config("run")), "--clean"]
+    command += ["--output-dir", str(beside), "--run.name", name]
     if start is not None:
         command += ["--resume.dir", str(here), "--resume.step", str(start)]
     last = None if args.steps is None else (start or 0) + args.steps
