@@ -183,7 +183,8 @@ def alternatives_kl(
 
     With p the policy's and t the teacher's probabilities of a teacher's alternatives and of the rest, which is 1 minus
     their sum, it is sum p log(p / t), or sum t log(t / p) where it is forward; over teachers, the weighted mean. It has
-    a gradient without samples, is never negative, and is 0 only where p = t.
+    a gradient without samples, is never negative, and is 0 where p = t: where each alternative's log-probability
+    differs by less than what engine and trainer round differently (0.001), its gradient is 0 too.
 
     logprobs: the policy's, of `teachers.ids`, teacher after teacher. Source: generalised knowledge distillation,
     arXiv:2306.13649 section 3, for the distribution over these tokens and the rest.
@@ -195,7 +196,9 @@ def alternatives_kl(
     gap, rest_gap = log_p - teachers.logprobs, rest_p.log() - rest_t.log()
     reverse = (p * gap).sum(-1) + rest_p * rest_gap
     forward = -(t * gap).sum(-1) - rest_t * rest_gap
-    return (torch.where(teachers.is_forward[:, None], forward, reverse) * teachers.weights).sum(-1)
+    divergence = torch.where(teachers.is_forward[:, None], forward, reverse)
+    is_equal = (gap.detach().abs() <= NOISE).logical_or(is_none).all(-1)
+    return (divergence.masked_fill(is_equal, 0.0) * teachers.weights).sum(-1)
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
@@ -226,11 +229,12 @@ def ref_kl(
 
     Source: on-policy distillation as policy gradient, arXiv:2306.13649 section 3 (reverse KL on own
     samples); mask and KL term as in dppo_kl. Differs: tokens are dropped only when they fell, whatever the
-    sign of their advantage.
+    sign of their advantage; an advantage up to 0.001 is 0, so that a policy that equals its teacher stays where it is.
     """
     log_ratio = logprobs - behavior_logprobs
     moved = logprobs.detach().exp() - behavior_logprobs.exp()
     dropped_low = moved < -REF_KL_MASK_LOW
-    pushed = (ref_logprobs - logprobs.detach()).masked_fill(dropped_low, 0.0)
-    loss = REF_KL_TAU * log_ratio.square() - pushed * _ratio(log_ratio)
+    gap = ref_logprobs - logprobs.detach()
+    pushed = gap.masked_fill(dropped_low | (gap.abs() <= NOISE), 0.0)
+    loss = REF_KL_TAU * _squared(log_ratio) - pushed * _ratio(log_ratio)
     return PolicyLoss(loss, dropped_low, dropped_low.new_zeros(dropped_low.shape))

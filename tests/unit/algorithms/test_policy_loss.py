@@ -324,6 +324,17 @@ def test_the_divergence_over_all_tokens_is_the_whole_one_and_nothing_at_the_teac
     assert float(at_teacher.grad.abs().max()) < 1e-9
 
 
+@pytest.mark.parametrize("is_forward", [False, True])
+def test_a_divergence_that_is_rounding_has_no_gradient(is_forward):
+    theirs = F.log_softmax(torch.randn(2, 7, dtype=torch.float64), -1)[:, :3]
+    teachers = AlternativeTokens(
+        torch.tensor([0, 1, -1]).expand(2, 1, 3), theirs[:, None], torch.ones(2, 1), torch.full((2,), is_forward)
+    )
+    ours = (theirs + torch.tensor([[9e-4, -9e-4, 5.0], [9e-4, -0.01, 5.0]])).requires_grad_()
+    alternatives_kl(ours, teachers).sum().backward()
+    assert not ours.grad[0].any() and bool(ours.grad[1, :2].all()) and not ours.grad[:, 2].any()
+
+
 def test_a_token_that_the_policy_rules_out_has_a_finite_divergence():
     sure = torch.tensor([[0.0, -1e4]], dtype=torch.float32, requires_grad=True)
     for is_forward in (False, True):

@@ -130,6 +130,27 @@ def test_a_divergence_that_holds_nothing_is_said(config) -> None:
     assert not any("low_var" in note for note in unbiased.notes)
 
 
+def test_what_vllm_cannot_fix_is_said_with_its_own_switch(config) -> None:
+    keys = ["--deterministic", "--inference.engine", "vllm"]
+    word = "VLLM_BATCH_INVARIANT"
+    assert any(word in note for note in planned(config(*keys)).notes)
+    assert not any(word in note for note in planned(config(keys[0])).notes)
+    switched = planned(config(*keys, "--inference.env-vars", json.dumps({word: "1"})))
+    assert not any(word in note for note in switched.notes)
+
+
+def test_what_an_adapter_loses_in_bfloat16_is_said_where_it_is_merged(config) -> None:
+    keys = ["--model.lora.rank", "4", "--inference.engine", "vllm", "--inference.dtype", "bfloat16"]
+
+    def is_said(*keys: str) -> bool:
+        return any("inference.lora.compute_policy" in note for note in planned(config(*keys)).notes)
+
+    assert is_said(*keys)
+    assert not is_said(*keys[2:])
+    assert not is_said(*keys[:-1], "float32")
+    assert not is_said(*keys, "--inference.lora.compute-policy")
+
+
 def test_without_inference_no_engine_is_started(config) -> None:
     plan = planned(config("--no-inference"))
     assert [spec.role for spec in plan.processes] == ["orchestrator", "trainer"]

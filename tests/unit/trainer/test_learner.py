@@ -257,6 +257,21 @@ def test_other_targets_are_a_signal_without_advantages(change):
     assert not all(torch.equal(before[name], part) for name, part in everything(learner).items())
 
 
+@pytest.mark.parametrize(("gap", "moves"), [(2e-4, False), (0.05, True)])
+def test_a_policy_that_equals_its_teacher_but_for_rounding_stays_where_it_is(gap, moves):
+    """AdamW makes full steps of any gradient that is alone, rounding noise too."""
+    learner, mb = build_learner(optim=AdamWOptim(lr=1e-2, weight_decay=0.0)), pack(documents())
+    mask = mb.loss_mask.astype(np.float32)
+    own = np.where(mb.loss_mask, learner.logprobs(mb)[0], 0).astype(np.float32)
+    teacher = own + gap * np.random.default_rng(0).choice([-1, 1], len(own)).astype(np.float32)
+    before = everything(learner)
+    mb = replace(mb, advantages=0 * mask, ref_kl_weights=mask, ref_logprobs=teacher, logprobs=own - 2e-4 * mask)
+    learner.forward_backward([mb])
+    learner.optim_step()
+    after = everything(learner)
+    assert moves != all(torch.equal(before[name], after[name]) for name in before if "step" not in name)
+
+
 def test_an_entropy_bonus_is_a_signal_without_advantages():
     mb = pack(documents())
     learner = build_learner(loss=DefaultLoss(entropy_coef=0.01))

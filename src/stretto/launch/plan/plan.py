@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,10 @@ def loss_notes(cfg: RLConfig) -> Iterator[str]:
 
 def clock_notes(cfg: RLConfig) -> Iterator[str]:
     """What `deterministic` cannot do for an engine that is not ours."""
-    if cfg.deterministic and cfg.inference is not None and cfg.inference.engine == "vllm":
+    section = cfg.inference
+    if not cfg.deterministic or section is None or section.engine != "vllm":
+        return
+    if (os.environ | cfg.env_vars | section.env_vars).get("VLLM_BATCH_INVARIANT") != "1":
         yield (
             "deterministic fixes what is asked of vLLM, and when; its numbers are those of a batch of requests unless "
             'inference.env_vars = { VLLM_BATCH_INVARIANT = "1" }, on GPUs that have such kernels'
