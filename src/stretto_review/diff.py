@@ -26,6 +26,7 @@ from stretto.config.changes import differences
 from stretto.config.reading.plain import PlainParser
 from stretto.data.weight_files import HeaderTensor, read_weight_files
 from stretto.ledger.reader import LedgerReader
+from stretto.monitors.file import read_metrics
 from stretto.records.rollout import Branch, Group, Rollout
 
 Pairs = list[tuple[Rollout, Rollout]]
@@ -65,6 +66,9 @@ class Side:
             row["group_id"]: row for row in self.ledger.rows("SELECT group_id, env, task_id, data FROM draws")
         }
         self.metrics = {row["step"]: row for row in self.run.metrics()}
+        self.trained = {row["step"]: row for row in read_metrics(self.run.dir.metrics("trainer"))}
+        sent = [event["data"] for event in self.ledger.events("weights")]  # of a version that was made again, the last
+        self.fingerprints: dict[int, str] = {each["version"]: each["fingerprint"] for each in sent}
 
     def group(self, group_id: int) -> Group | None:
         """None if its tokens are no longer kept."""
@@ -76,11 +80,16 @@ class Side:
 
 @dataclass
 class Comparison:
-    """Compares two runs; tolerance: relative and absolute, of numbers with a fraction."""
+    """Compares two runs.
+
+    tolerance: relative and absolute, of numbers with a fraction. is_whole: what was played is compared, too; otherwise
+    the training alone, on equal batches.
+    """
 
     one: Side
     two: Side
     tolerance: float
+    is_whole: bool = True
 
     def at(self, step: int) -> Iterator[Difference]:
         """What differs at a step, one example of each quantity."""
@@ -90,6 +99,12 @@ class Comparison:
 
     def quantities(self, step: int) -> Iterator[tuple[str, Iterator[tuple[str, Any, Any]]]]:
         """The quantities of a step in their order, each with an iterator over its differences."""
+        if self.is_whole:
+            yield from self._played(step)
+        yield "metric", self._metrics(step)
+        yield "weight", self._weights(step)
+
+    def _played(self, step: int) -> Iterator[tuple[str, Iterator[tuple[str, Any, Any]]]]:
         ours, theirs = self.one.batches[step], self.two.batches[step]
         yield "draw", self._draws(sorted({*ours, *theirs}), "task_id")
         yield "prompt", self._draws(sorted({*ours, *theirs}), "data")
@@ -101,8 +116,6 @@ class Comparison:
         yield "logprob", self._logprobs(pairs)
         yield "reward", self._numbers(pairs, lambda rollout: rollout.reward)
         yield "advantage", self._advantages([number for number in ours if number in theirs])
-        yield "metric", self._metrics(step)
-        yield "weight", self._weights(step)
 
     def _pairs(self, numbers: Sequence[int]) -> Pairs:
         pairs = []
@@ -171,7 +184,9 @@ class Comparison:
                     yield f"g{number}.{one['member']}", one["advantage"], two["advantage"]
 
     def _metrics(self, step: int) -> Iterator[tuple[str, Any, Any]]:
-        ours, theirs = self.one.metrics.get(step, {}), self.two.metrics.get(step, {})
+        ours, theirs = (
+            (side.metrics if self.is_whole else side.trained).get(step, {}) for side in (self.one, self.two)
+        )
         names = [name for name in ours if name in theirs and _is_learned(name)]
         for name in sorted(names, key=lambda name: name != "optim/lr"):  # it is set, others follow
             one, two = ours[name], theirs[name]
@@ -181,6 +196,9 @@ class Comparison:
     def _weights(self, step: int) -> Iterator[tuple[str, Any, Any]]:
         directories = [side.run.dir.weights_step(step) for side in (self.one, self.two)]
         if not all(each.is_dir() for each in directories):
+            ours, theirs = (side.fingerprints.get(step, "") for side in (self.one, self.two))
+            if ours != theirs and ours.rpartition("/")[0] == theirs.rpartition("/")[0] and not self.tolerance:
+                yield "as they are sent to engines", ours, theirs
             return
         one, two = (_tensors(each) for each in directories)
         for name in [*one, *(name for name in two if name not in one)]:

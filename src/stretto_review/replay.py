@@ -1,54 +1,72 @@
-"""`stretto replay RUN`: a deterministic run is played again, and compared with what it was."""
+"""`stretto replay RUN`: a run is played again, and compared with what it was.
+
+A deterministic run is played as a whole. Of another one the training is repeated on the batches that it has recorded:
+what its engines sampled followed from the moment at which weights arrived. A bundle is one step of a run as a file.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from stretto.api import state
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.status import harmless
+from stretto.config.load import write_json
 from stretto.config.reading.plain import PlainParser
 from stretto.monitors.file import read_metrics
 from stretto_review.diff import Comparison, Side, difference_text, first_difference
+from stretto_review.recorded import SUFFIX, as_training, unpack, without_ports, write_bundle
 
 POLL_S = 0.2
 
 
 def replay(words: Sequence[str]) -> int:
     """Play a run again in a directory beside it, and print where the two differ; exit status 1 if they do."""
-    args = _parse(words)
-    first = Side(args.run)
+    args, rest = _parse(words)
+    is_bundle = args.run.endswith(SUFFIX) and Path(args.run).is_file()
+    first = Side(str(unpack(Path(args.run))) if is_bundle else args.run)
     here, start = first.run.dir, args.start
-    if not first.run.config.get("deterministic"):
-        raise ConfigError(
-            f"{here} was not deterministic: what it did depends on what ended first, too. `rl ... --deterministic` "
-            "makes runs that can be played again; `stretto diff` compares any two"
-        )
+    if args.bundle is not None:
+        print(f"wrote {write_bundle(first.run, args.bundle, args.out)}; play it: stretto replay FILE")
+        return 0
+    if is_bundle:
+        start = min(first.batches) - 1 or None
     if start is not None and start not in (known := here.complete_checkpoints()):
         there = f"it has {', '.join(map(str, known))}" if known else "it has none"
         raise ConfigError(f"stretto replay: --from {start}: {here} has no checkpoint of that step; {there}")
+    is_whole = bool(first.run.config.get("deterministic")) and not is_bundle and not args.training
     name = args.name or f"{here.path.name}-replay"
-    beside = here.path.absolute().parent
-    again = RunDir(beside / name)
-    command = [sys.executable, "-m", "stretto", "rl", "@", str(here.config("run")), "--clean"]
-    command += ["--output-dir", str(beside), "--run.name", name]
+    again = RunDir(here.path.absolute().parent / name)
+    newest = max(first.batches)
+    last = newest if args.steps is None else min(newest, (start or 0) + args.steps)
+    data = without_ports(json.loads(here.config("run").read_text()))
+    if not is_whole:
+        data = as_training(data, here.path.absolute()) | {"max_steps": last}
+    config = here.path / "exports" / "replay.json"
+    config.parent.mkdir(exist_ok=True)
+    write_json(config, data)
+    command = [sys.executable, "-m", "stretto", "rl", "@", str(config), "--clean"]
+    command += ["--output-dir", str(again.path.parent), "--run.name", name, *rest]
     if start is not None:
         command += ["--resume.dir", str(here), "--resume.step", str(start)]
-    last = None if args.steps is None else (start or 0) + args.steps
-    if (code := _play(command, again, last)) != 0:
+    if (code := _play(command, again, last if is_whole and args.steps is not None else None)) != 0:
         return code
     other = Side(str(again))
-    steps = [step for step in sorted(first.batches.keys() & other.batches.keys()) if last is None or step <= last]
+    steps = [step for step in sorted(first.batches.keys() & other.batches.keys()) if step <= last]
     if not steps:
         raise ConfigError(f"{again}: it has trained no step that {here} has")
-    found = first_difference(Comparison(first, other, 0.0), steps)
-    print(harmless(difference_text([vars(each) for each in found], len(steps))))
+    found = first_difference(Comparison(first, other, args.tolerance, is_whole=is_whole), steps)
+    text = difference_text([vars(each) for each in found], len(steps))
+    print(harmless(text if is_whole else f"{text} of training"))
     return int(bool(found))
 
 
@@ -69,14 +87,23 @@ def _play(command: Sequence[str], run: RunDir, last: int | None) -> int:
     return 0 if is_stopped and process.returncode == 128 + signal.SIGINT else process.returncode
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    about = "Play a deterministic run again, and say where it differs from what it was; exit status 1 if it does."
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    about = (
+        "Play a run again, and say where it differs from what it was; exit status 1 if it does. A run that was not "
+        "deterministic is trained again on what it has recorded. Further words are words of `rl`."
+    )
     parser = PlainParser("replay", about, missing=state.runs_here)
-    parser.add_argument("run", help="run directory, such as outputs/demo")
+    parser.add_argument("run", help=f"run directory, such as outputs/demo, or a file step_N{SUFFIX}")
     parser.add_argument("--from", dest="start", type=int, metavar="N", help="begin with its checkpoint of step N")
     parser.add_argument("--steps", type=int, metavar="M", help="stop after M steps")
+    parser.add_argument("--training", action="store_true", help="only the training, of a deterministic run too")
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="T", help="numbers may differ by T (0)")
     parser.add_argument("--name", metavar="NAME", help="name of the new run (NAME of the run, and -replay)")
-    args = parser.parse_args(list(words))
+    parser.add_argument("--bundle", type=int, metavar="N", help="play nothing: write step N as a file to send")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"the file (RUN/exports/step_N{SUFFIX})")
+    args, rest = parser.parse_known_args(list(words))
     if args.steps is not None and args.steps < 1:
         raise ConfigError(f"stretto replay: --steps {args.steps}: give at least 1")
-    return args
+    if not 0 <= args.tolerance < math.inf:
+        raise ConfigError(f"stretto replay: --tolerance {args.tolerance:g}: give 0 or more")
+    return args, rest

@@ -240,9 +240,12 @@ class Ledger:
             )
             self._db.execute(reuse.MARK_TRAINED, (step,))
 
-    def version_published(self, version: int) -> None:
-        """Record that the weights of `version` exist."""
-        self._insert_row("versions", None, version, self._incarnation, "published", time.time(), None)
+    def version_published(self, version: int, fingerprint: str | None = None) -> None:
+        """Record that the weights of `version` exist, and the fingerprint of what is sent to engines if it is known."""
+        with self.transaction():
+            self._insert_row("versions", None, version, self._incarnation, "published", time.time(), None)
+            if fingerprint is not None:
+                self.event("weights", {"version": version, "fingerprint": fingerprint})
 
     def version_loaded(self, version: int) -> None:
         """Record that every engine samples from `version`."""

@@ -42,6 +42,7 @@ def write_run(
     logprob: Callable[[int], float] = lambda step: -0.5,
     config: dict[str, Any] | None = None,
     first_task: int = 0,
+    fingerprint: Callable[[int], str | None] = lambda version: None,
 ) -> Path:
     """Groups of MEMBERS replies, `per_step` of which are the batch of a step; order: which, if not in draw order."""
     run = RunDir(path)
@@ -81,7 +82,7 @@ def write_run(
         step = start // per_step + 1
         ledger.batch_shipped(step, drawn[start : start + per_step])
         ledger.step_trained(step, {"loss": 0.1})
-        ledger.version_published(step)
+        ledger.version_published(step, fingerprint(step))
     ledger.close()
     return path
 

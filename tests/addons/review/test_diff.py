@@ -114,3 +114,16 @@ def test_weights_are_compared_by_tensor(tmp_path: Path, capsys: pytest.CaptureFi
     found = told(*runs, capsys)
     assert (found["step"], found["quantity"], found["where"]) == (2, "weight", "head.weight[1, 2]")
     assert (found["first"], found["second"]) == (1.0, 2.0)
+
+
+def test_weights_that_were_not_exported_are_compared_as_they_were_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(name: str, last: str, how: str = "shm/1/crc32") -> Path:
+        return write_run(tmp_path / name, GROUPS, fingerprint=lambda step: f"{how}/{last if step == 2 else 'aa'}")
+
+    one = run("one", "ab")
+    assert told(one, run("same", "ab"), capsys) == {}
+    found = told(one, run("two", "cd"), capsys)
+    assert (found["step"], found["quantity"], found["second"]) == (2, "weight", "shm/1/crc32/cd")
+    assert told(one, run("other way", "cd", "filesystem/2/crc32"), capsys) == {}

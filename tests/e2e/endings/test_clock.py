@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from runs import Ended, rl, start, start_rl, until, untrained_model, wait
 
+from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
 
 NUM_STEPS = 8
@@ -104,3 +105,52 @@ def test_replay_plays_a_run_again_and_says_where_it_differs(model: Path, tmp_pat
     run.config("run").write_text(json.dumps(config))
     code, output = wait(start("replay", [str(run), "--steps", "2", "--name", "other"], tmp_path))
     assert code == 1 and "FIRST DIFFERENCE at step 1: metric, optim/lr" in output, output
+
+
+@pytest.fixture(scope="module")
+def finished_first(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run whose batches went by what ended first, killed in the middle and resumed."""
+    pytest.importorskip("stretto_review")
+    directory = tmp_path_factory.mktemp("finished")
+    settings = delayed(model, 2, deterministic=False)
+    settings["orchestrator"] |= {"batch_order": "finished"}
+    killed = start_rl(directory, settings, is_forked=False)
+    done = [directory / "run" / name for name in ("weights/step_5", "checkpoints/step_3/COMPLETE")]
+    until(lambda: all(each.exists() for each in done), killed, "weights of step 5")
+    killed.kill()
+    wait(killed)
+    return rl(directory, settings, "--resume")
+
+
+@pytest.mark.slow
+def test_the_training_of_any_run_is_repeated_to_the_bit(finished_first: Ended, tmp_path: Path) -> None:
+    run = finished_first.run
+    code, output = wait(start("replay", [str(run)], tmp_path))
+    assert code == 0 and f"NO DIFFERENCE in {NUM_STEPS} steps of training" in output, output
+    again = RunDir(run.path.with_name(f"{run.path.name}-replay"))
+    for step in range(1, NUM_STEPS + 1):
+        files = [(each.weights_step(step) / "model.safetensors").read_bytes() for each in (run, again)]
+        assert files[0] == files[1]
+    code, output = wait(start("replay", [str(run), "--from", "3", "--steps", "2", "--name", "late"], tmp_path))
+    assert code == 0 and "NO DIFFERENCE in 2 steps of training" in output, output
+    code, output = wait(start("replay", [str(run), "--steps", "1", "--trainer.optim.lr", "1e-3"], tmp_path))
+    assert code == 1 and "FIRST DIFFERENCE at step 1: metric, optim/lr" in output, output
+
+
+@pytest.mark.slow
+def test_a_step_is_a_file_that_is_played_elsewhere(finished_first: Ended, tmp_path: Path) -> None:
+    run, bundle = finished_first.run, tmp_path / "step_4.bundle"
+    code, output = wait(start("replay", [str(run), "--bundle", "4", "--out", str(bundle)], tmp_path))
+    assert code == 0 and str(bundle) in output, output
+    code, output = wait(start("replay", [str(run), "--bundle", "6"], tmp_path))
+    assert code == 2 and "bundles of the steps 1, 4" in output, output
+    (tmp_path / "elsewhere").mkdir()
+    moved = bundle.rename(tmp_path / "elsewhere" / bundle.name)
+    run.path.rename(hidden := run.path.with_name("hidden"))
+    try:
+        code, output = wait(start("replay", [str(moved)], tmp_path))
+        assert code == 0 and "NO DIFFERENCE in 1 steps of training" in output, output
+        code, output = wait(start("replay", [str(moved), "--trainer.optim.lr", "1e-3"], tmp_path))
+        assert code == 1 and "FIRST DIFFERENCE at step 4: metric, optim/lr" in output, output
+    finally:
+        hidden.rename(run.path)

@@ -614,7 +614,7 @@ def test_a_plain_rollout_function_runs_in_a_thread_and_takes_tasks_from_there(ho
 
     async def main():
         slots = iter(Slot(n, Task(env="e", task_id=str(n), data={"label": "x"}), version=3) for n in range(5))
-        source = DataSource(lambda: next(slots), 2, asyncio.get_running_loop())
+        source = DataSource(lambda _: next(slots), 2, asyncio.get_running_loop())
         hook = Hook.load(named["rollout_function"], "hooks.rollout_function", 3)
         function = UserRolloutFunction(hook, Arguments(bonus=2, reward_key="a"), SamplingSection(temperature=0.5), 64)
         return await function.play(0, source, lambda: 3)
@@ -625,6 +625,31 @@ def test_a_plain_rollout_function_runs_in_a_thread_and_takes_tasks_from_there(ho
         (branch,) = rollout.branches
         assert rollout.status is RolloutStatus.TRUNCATED and branch.temperature == 0.5
         assert branch.logprobs.tolist() == [0.0, -1.0] and rollout.first_version == 3
+
+
+def test_a_rollout_function_may_return_groups_of_a_ledger_which_are_trained_as_they_were(tmp_path, hooks):
+    first, trained = run(tmp_path / "first", {}, max_steps=3, max_async_level=0)
+    named = hooks(f"""
+        from pathlib import Path
+
+        from stretto.base.paths import RunDir
+        from stretto.ledger.reader import LedgerReader
+
+        def rollout_function(args, rollout_id, data_source, evaluation=False):
+            with LedgerReader(RunDir(Path({str(first.run_dir.path)!r}))) as ledger:
+                rows = ledger.trained_rollouts(rollout_id + 1)
+                return [ledger.group(number) for number in dict.fromkeys(row["group_id"] for row in rows)]
+    """)
+    again, repeated = run(tmp_path / "again", named, max_steps=3, max_async_level=0)
+    assert audit(again.run_dir) == []
+    pairs = [zip(*ranks, strict=True) for ranks in zip(trained.batches, repeated.batches, strict=True)]
+    for one, two in (pair for ranks in pairs for pair in ranks):
+        for ours, theirs in zip(one.micro_batches, two.micro_batches, strict=True):
+            for name in ("token_ids", "advantages", "logprobs", "loss_mask"):
+                np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+    with LedgerReader(first.run_dir) as one, LedgerReader(again.run_dir) as two:
+        query = "SELECT DISTINCT task_id, data FROM draws JOIN live_rollouts USING (group_id) ORDER BY task_id"
+        assert one.rows(query) == two.rows(query) != []
 
 
 def test_a_run_is_stopped_in_the_middle_of_a_rollout_function(tmp_path, hooks):

@@ -8,8 +8,9 @@ advantages and batches work as in any run.
 
 A returned group is one of the data source, or one that the function made by itself, which takes the place of the next
 task. A member of a group is a sample, or a list of samples that come from one episode. A sample that cannot be trained
-makes its member a failed rollout with the reason. If the function returns anything but groups, all groups that the
-call has taken fail. If an eval function returns something invalid, that eval is lost.
+makes its member a failed rollout with the reason. A group may also be a `records.rollout.Group` of a ledger, which is
+trained as it was recorded. If the function returns anything but groups, all groups that the call has taken fail. If an
+eval function returns something invalid, that eval is lost.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class DataSource:
 
     def __init__(
         self,
-        draw: Callable[[], Slot],
+        draw: Callable[[Task | None], Slot],
         group_size: int,
         loop: asyncio.AbstractEventLoop,
         num_tasks: int | None = None,
@@ -69,10 +70,14 @@ class DataSource:
         groups = [self.put_back.pop(each) for each in list(self.put_back)[:num_samples]]
         return groups + [self._new_group() for _ in range(num_samples - len(groups))]
 
-    def draw_slot(self) -> Slot:
-        """Draw the next task and return its slot, for a group that a function made by itself."""
-        [first, *_] = self._new_group()
-        return self.slots[first.group_index or 0]
+    def draw_slot(self, task: Task | None = None) -> Slot:
+        """The slot of a group that a function made by itself, of the next task, or of this one.
+
+        Called in the event loop.
+        """
+        slot = self._draw(task)
+        self.slots[slot.group_id] = slot
+        return slot
 
     def add_samples(self, groups: Sequence[list[Sample]]) -> None:
         """Put groups back for the next `get_samples`; samples keep what they have so far.
@@ -100,7 +105,7 @@ class DataSource:
         except RuntimeError:
             is_in_loop = False
         if is_in_loop:
-            slot = self._draw()
+            slot = self._draw(None)
         else:
             slot = asyncio.run_coroutine_threadsafe(self._draw_in_loop(), self._loop).result()
         self.slots[slot.group_id] = slot
@@ -115,7 +120,7 @@ class DataSource:
         return members
 
     async def _draw_in_loop(self) -> Slot:
-        return self._draw()
+        return self._draw(None)
 
 
 @dataclass
@@ -151,12 +156,15 @@ class UserRolloutFunction:
             slots = self._slots_of(groups, source)
             errors: list[str] = []
             built = [
-                (slot, self._build_group(slot, members, errors, requested=requested))
-                for slot, members in zip(slots, groups)
+                (slot, self._recorded(slot, group))
+                if isinstance(group, Group)
+                else (slot, self._build_group(slot, group, errors, requested=requested))
+                for slot, group in zip(slots, groups)
             ]
         if errors:
             text = "%s: %d of %d samples cannot be trained, such as %s"
-            logger.warning(text, self.hook.place, len(errors), sum(map(len, groups)), errors[0])
+            num_samples = sum(len(group.rollouts if isinstance(group, Group) else group) for group in groups)
+            logger.warning(text, self.hook.place, len(errors), num_samples, errors[0])
         for slot in slots:
             del source.slots[slot.group_id]
         return built
@@ -213,11 +221,13 @@ class UserRolloutFunction:
             return await self.hook.call(*arguments, evaluation=evaluation)
         return await asyncio.to_thread(self.hook.call_sync, *arguments, evaluation=evaluation)
 
-    def _members_of(self, group: Any) -> Members:
-        """The samples of each member of a returned group.
+    def _members_of(self, group: Any) -> Members | Group:
+        """The samples of each member of a returned group; a recorded group as it is.
 
         Raises: EnvError for anything but a list of samples and of lists of samples.
         """
+        if isinstance(group, Group):
+            return group
         entries = group if isinstance(group, list | tuple) else ()
         members = [each if isinstance(each, list) else [each] for each in entries]
         if not members or not all(map(_is_group, members)):
@@ -227,13 +237,16 @@ class UserRolloutFunction:
             )
         return members
 
-    def _slots_of(self, groups: Sequence[Members], source: DataSource) -> list[Slot]:
+    def _slots_of(self, groups: Sequence[Members | Group], source: DataSource) -> list[Slot]:
         """The slot of each returned group; one that is not of the data source gets that of the next task.
 
         Raises: EnvError for a group that was returned twice, or has samples of several groups.
         """
         slots: list[Slot] = []
         for members in groups:
+            if isinstance(members, Group):
+                slots.append(source.draw_slot(members.task))
+                continue
             indices = {sample.group_index for samples in members for sample in samples}
             known = source.slots.keys() & indices
             if not known:
@@ -247,6 +260,19 @@ class UserRolloutFunction:
                 )
             slots.append(source.slots[known.pop()])
         return slots
+
+    def _recorded(self, slot: Slot, group: Group) -> Group:
+        """A recorded group under the number of its slot. Raises: EnvError for a longer sample than fits in a row."""
+        longest = max((len(branch.token_ids) for rollout in group.rollouts for branch in rollout.branches), default=0)
+        if longest > self.seq_len:
+            raise EnvError(
+                f"{self.hook.place}: a recorded sample has {longest} tokens, more than seq_len = {self.seq_len}"
+            )
+        rollouts = tuple(
+            msgspec.structs.replace(each, group_id=slot.group_id, rollout_id=f"g{slot.group_id}.{each.member}")
+            for each in group.rollouts
+        )
+        return msgspec.structs.replace(group, group_id=slot.group_id, rollouts=rollouts)
 
     def _build_group(self, slot: Slot, members: Members, errors: list[str], *, requested: EngineRequests) -> Group:
         """Build the group of returned samples; `errors` collects why some cannot be trained.

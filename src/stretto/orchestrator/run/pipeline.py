@@ -25,7 +25,7 @@ from stretto.orchestrator.rollout.play import Draw, build_echo
 from stretto.orchestrator.rollout.player import Player, error_type_of
 from stretto.orchestrator.run.parts import RunParts
 from stretto.records.partial import PartialRollout
-from stretto.records.rollout import Group
+from stretto.records.rollout import Group, Task
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class GroupPipeline:
         Groups that it neither returns nor puts back are dropped.
         """
         source = DataSource(
-            lambda: self._draw(is_extra=True),
+            lambda task: self._draw(is_extra=True, task=task),
             self.cfg.group_size,
             asyncio.get_running_loop(),
             render=self.parts.player.renderer.render_text,
@@ -139,9 +139,10 @@ class GroupPipeline:
                 if num_left <= 0 or not self.buffer.may_admit():
                     return slots
 
-    def _draw(self, *, is_extra: bool = False) -> Slot:
-        """Draw the next task: write it to the ledger and put its group into a slot."""
-        group_id, task, is_new = self.parts.cursor.next(self.parts.mix)
+    def _draw(self, *, is_extra: bool = False, task: Task | None = None) -> Slot:
+        """Draw the next task, or give its number to `task`: write it to the ledger and put its group into a slot."""
+        group_id, drawn, is_new = self.parts.cursor.next(self.parts.mix)
+        task = task or drawn
         if is_new:
             self.ledger.task_drawn(group_id, task)
         members = range(self._group_sizes[task.env])

@@ -79,7 +79,7 @@ class VersionLoader:
         trainer.
         """
         version = manifest.version
-        self._ledger.version_published(version)
+        self._ledger.version_published(version, _fingerprint(manifest))
         started, generation = time.perf_counter(), self._generation()
         what = f"all engines to load version {version}"
         if self.devices is not None:
@@ -132,3 +132,9 @@ class VersionLoader:
     def num_waiting(self) -> int:
         """Number of versions that are published and not yet being loaded."""
         return self._published.qsize()
+
+
+def _fingerprint(manifest: WeightManifest) -> str | None:
+    """Which bytes are sent, and how: equal for equal weights that are sent in one way; None without bytes."""
+    how = f"{manifest.transport}/{len(manifest.shards)}/{manifest.checksum_kind}"
+    return f"{how}/{manifest.checksum:08x}" if manifest.checksum else None

@@ -349,7 +349,7 @@ class Versions:
     def __init__(self):
         self.rows = []
 
-    def version_published(self, version):
+    def version_published(self, version, fingerprint=None):
         self.rows.append(("published", version))
 
     def version_loaded(self, version):

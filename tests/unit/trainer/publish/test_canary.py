@@ -55,7 +55,7 @@ class Engines:
 class Log:
     loaded: tuple[int, ...] = ()
 
-    def version_published(self, version: int) -> None:
+    def version_published(self, version: int, fingerprint: str | None = None) -> None:
         pass
 
     def version_loaded(self, version: int) -> None:

@@ -53,7 +53,7 @@ class CoreEngine:
 
 
 class Log:
-    def version_published(self, version: int) -> None:
+    def version_published(self, version: int, fingerprint: str | None = None) -> None:
         """Not kept."""
 
     version_loaded = version_published

@@ -1,0 +1,180 @@
+"""The batches of a run as they were, for a trainer that learns from them again, and a step of a run as one file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from stretto.api.run import Run
+from stretto.base.errors import ConfigError
+from stretto.base.files import atomic_path
+from stretto.base.paths import RunDir
+from stretto.config.masks import is_secret
+from stretto.ledger.reader import LedgerReader
+from stretto.monitors.file import read_metrics
+from stretto.vime import RolloutFnTrainOutput
+
+REPLAYED = "replayed"
+FUNCTION = "stretto_review.recorded:batch_of_step"
+SUFFIX = ".bundle"
+LEFT_OUT = {
+    "": ("deployment", "slurm", "ray", "service", "clean", "resume"),
+    "orchestrator": (
+        "client", "eval", "batch_order", "oversampling_factor", "max_inflight_rollouts", "max_oversampling",
+        "concurrency", "partial_rollout", "mask_offpolicy_in_partial_rollout", "tasks_per_minute",
+        "max_off_policy_steps",
+    ),
+}  # fmt: skip
+"""Keys that say who plays rollouts and when, which nobody does where recorded ones are trained on."""
+PRUNED = (
+    "DELETE FROM batches WHERE step != :step OR state = 'undone'",
+    "DELETE FROM batch_rollouts WHERE batch NOT IN (SELECT batch FROM batches)",
+    "DELETE FROM rollouts WHERE group_id NOT IN (SELECT group_id FROM live_rollouts)",
+    "DELETE FROM draws WHERE group_id NOT IN (SELECT group_id FROM rollouts)",
+    "DELETE FROM checkpoints WHERE step != :step - 1",
+    "DELETE FROM events WHERE kind != 'weights'",
+)
+
+
+def batch_of_step(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+    """The groups that step `rollout_id + 1` of the run `args.replayed` was trained on, as they were recorded.
+
+    Raises: DataError if their tokens are no longer kept.
+    """
+    with LedgerReader(Run(args.replayed).dir) as ledger:
+        groups: list[Any] = [ledger.group(number) for number in groups_at(ledger, rollout_id + 1)]
+    return RolloutFnTrainOutput(samples=groups)
+
+
+def without_ports(config: dict[str, Any]) -> dict[str, Any]:
+    """The data of a resolved config without the ports that its launcher found: others may listen there by now."""
+    data: dict[str, Any] = json.loads(json.dumps(config))
+    critic = (data.get("trainer") or {}).get("critic") or {}
+    teacher, engine = data.get("teacher_inference") or {}, data.get("inference") or {}
+    wires = [data.get(wire) or {} for wire in ("control", "rollout_transport", "weight_broadcast")]
+    for section in (*wires, critic.get("placement") or {}, teacher.get("server") or {}, engine.get("server") or {}):
+        section.pop("port", None)
+    if teacher:
+        (data["orchestrator"].get("teacher") or {}).pop("base_url", None)
+    if engine:
+        (data["orchestrator"].get("client") or {}).pop("base_url", None)
+        if (server := engine.get("server") or {}).get("host") == "127.0.0.1":
+            del server["host"]  # the default: where it is given, the address follows from it
+    return data
+
+
+def as_training(config: dict[str, Any], run: Path) -> dict[str, Any]:
+    """The data of a run's config for training alone, on the batches that the run has recorded.
+
+    Raises: ConfigError if its batches are not of one size.
+    """
+    data = {key: value for key, value in config.items() if key not in LEFT_OUT[""]}
+    section = {key: value for key, value in data["orchestrator"].items() if key not in LEFT_OUT["orchestrator"]}
+    sizes = {env.get("group_size") or section.get("group_size") for env in section["env"]}
+    if section.get("token_batch_size") is not None or sizes != {section.get("group_size")}:
+        raise ConfigError(
+            f"{run}: its batches have no fixed number of groups (orchestrator.token_batch_size, or an environment's "
+            "group_size), and cannot be trained again one by one"
+        )
+    hooks = section.get("hooks") or {}
+    function = {
+        "rollout_function": FUNCTION,
+        "eval_function": None,
+        "args": hooks.get("args", {}) | {REPLAYED: str(run)},
+    }
+    envs = [{key: value for key, value in env.items() if key != "sampling"} for env in section["env"]]
+    section |= {"env": envs, "hooks": hooks | function, "debug": "training", "filter_zero_advantages": False}
+    return data | {"orchestrator": section, "inference": None, "deterministic": False}
+
+
+def groups_at(ledger: LedgerReader, step: int) -> list[int]:
+    """The draws that make the batch of a step, in its order."""
+    return list(dict.fromkeys(row["group_id"] for row in ledger.trained_rollouts(step)))
+
+
+def write_bundle(run: Run, step: int, out: Path | None) -> Path:
+    """Write a step as a file: the checkpoint before it, its batch, the configuration, and what it came to.
+
+    Raises: ConfigError if there is no such step or checkpoint, or tokens are no longer kept.
+    """
+    here = run.dir
+    with LedgerReader(here) as ledger:
+        numbers = groups_at(ledger, step)
+        if not numbers:
+            raise ConfigError(f"stretto replay: --bundle {step}: {here} has trained no such step")
+        for number in numbers:
+            ledger.group(number)  # raises if its tokens are not kept
+    if step > 1 and step - 1 not in (known := here.complete_checkpoints()):
+        begin = [1, *(each + 1 for each in known)]
+        raise ConfigError(
+            f"stretto replay: --bundle {step}: {here} has no checkpoint of step {step - 1}; it can make bundles of the "
+            f"steps {', '.join(map(str, begin))}"
+        )
+    path = out or here.path / "exports" / f"step_{step}{SUFFIX}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        part = RunDir(Path(scratch) / f"{here.path.name}-step-{step}")
+        part.configs.mkdir(parents=True)
+        part.config("run").write_text(json.dumps(_without_secrets(run.config), indent=2) + "\n")
+        for file in (here.clock, here.tokenizer):
+            if file.exists():
+                (shutil.copytree if file.is_dir() else shutil.copy2)(file, part.path / file.name)
+        if step > 1:
+            shutil.copytree(here.checkpoint(step - 1), part.checkpoint(step - 1))
+        if here.weights_step(step).is_dir():
+            shutil.copytree(here.weights_step(step), part.weights_step(step))
+        for role in ("trainer", "orchestrator"):
+            rows = [row for row in read_metrics(here.metrics(role)) if row["step"] == step]
+            part.metrics(role).parent.mkdir(parents=True, exist_ok=True)
+            part.metrics(role).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for segment in _copy_ledger(here, part, step):
+            part.segment(segment).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(here.segment(segment), part.segment(segment))
+        with atomic_path(path) as target, tarfile.open(target, "w:gz", compresslevel=1) as archive:
+            archive.add(part.path, part.path.name)
+    return path
+
+
+def _without_secrets(data: Any) -> Any:
+    """The data of a config for somebody else: environment variables and keys that are secrets are left out."""
+    if isinstance(data, list):
+        return [_without_secrets(each) for each in data]
+    if not isinstance(data, dict):
+        return data
+    return {name: _without_secrets(value) for name, value in data.items() if not is_secret(name)}
+
+
+def _copy_ledger(here: RunDir, part: RunDir, step: int) -> list[int]:
+    """Copy what the ledger holds of a step; the segments that have its tokens."""
+    uri = here.ledger.resolve().as_uri() + "?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True)) as source, closing(sqlite3.connect(part.ledger)) as target:
+        source.backup(target)
+        for statement in PRUNED:
+            target.execute(statement, {"step": step})
+        target.commit()
+        target.execute("VACUUM")
+        found = target.execute("SELECT DISTINCT segment FROM rollouts WHERE segment IS NOT NULL")
+        return [segment for (segment,) in found]
+
+
+def unpack(path: Path) -> Path:
+    """Unpack a bundle beside it; the directory. Raises: ConfigError if it is none, or is unpacked already."""
+    try:
+        with tarfile.open(path) as archive:
+            names = {name.split("/")[0] for name in archive.getnames()}
+            if len(names) != 1:
+                raise tarfile.TarError("it has more than one directory")
+            directory = path.absolute().parent / names.pop()
+            if not directory.exists():
+                archive.extractall(directory.parent, filter="data")
+    except (tarfile.TarError, EOFError) as error:
+        raise ConfigError(
+            f"{path}: this is no bundle that `stretto replay RUN --bundle N` has written: {error}"
+        ) from None
+    return directory

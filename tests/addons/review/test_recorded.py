@@ -1,0 +1,100 @@
+"""Recorded batches, and a step of a run as a file; tests/e2e/endings/test_clock.py trains on them."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stored_runs import write_run
+
+from stretto.api.run import Run
+from stretto.base.errors import ConfigError, DataError
+from stretto.base.paths import RunDir
+from stretto.ledger.reader import LedgerReader
+from stretto.vime import Arguments
+from stretto_review.recorded import as_training, batch_of_step, unpack, write_bundle
+from stretto_review.replay import replay
+
+GROUPS, STEP = 12, 2
+ORDER = [0, 1, 2, 3, 4, 5, 6, 8, 7, 9, 10, 11]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    config = {"env_vars": {"WANDB_API_KEY": "s3cret", "A": "b"}, "inference": {"api_key": "s3cret"}}
+    return write_run(tmp_path / "one", GROUPS, order=ORDER, config=config)
+
+
+def checkpointed(run: Path, step: int) -> Path:
+    marker = RunDir(run).complete_marker(step)
+    marker.parent.mkdir(parents=True)
+    marker.write_text("")
+    return run
+
+
+def test_the_batch_of_a_step_is_what_it_was_trained_on(run: Path) -> None:
+    groups = batch_of_step(Arguments(replayed=str(run)), STEP - 1, None).samples
+    assert [group.group_id for group in groups] == sorted(ORDER[4:8])
+    with LedgerReader(RunDir(run)) as ledger:
+        for group in groups:
+            stored = ledger.group(group.group_id)
+            assert group.advantages == stored.advantages
+            for one, two in zip(group.rollouts, stored.rollouts):
+                np.testing.assert_array_equal(one.branches[0].token_ids, two.branches[0].token_ids)
+
+
+def test_a_bundle_has_one_step_and_no_secret(run: Path, tmp_path: Path) -> None:
+    path = write_bundle(Run(checkpointed(run, STEP - 1)), STEP, tmp_path / "there" / "a.bundle")
+    directory = unpack(path)
+    with LedgerReader(RunDir(directory)) as ledger:
+        assert [row["step"] for row in ledger.batches()] == [STEP]
+        assert len(ledger.rows("SELECT * FROM rollouts")) == 32
+    groups = batch_of_step(Arguments(replayed=str(directory)), STEP - 1, None).samples
+    assert [group.group_id for group in groups] == sorted(ORDER[4:8])
+    files = [file for file in directory.rglob("*") if file.is_file()]
+    assert not any(b"s3cret" in file.read_bytes() for file in files)
+    assert json.loads(RunDir(directory).config("run").read_text())["env_vars"] == {"A": "b"}
+    assert RunDir(directory).complete_checkpoints() == [STEP - 1]
+
+
+def test_steps_without_a_checkpoint_or_a_batch_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"bundle 2: .* bundles of the steps 1$"):
+        write_bundle(Run(run), STEP, None)
+    with pytest.raises(ConfigError, match=r"bundle 9: .* trained no such step"):
+        write_bundle(Run(run), 9, None)
+    assert replay([str(run), "--bundle", "1"]) == 0
+    assert (run / "exports" / "step_1.bundle").is_file() and "step_1.bundle" in capsys.readouterr().out
+
+
+def test_tokens_that_are_no_longer_kept_are_told(run: Path) -> None:
+    RunDir(run).segment(0).unlink()
+    with pytest.raises(DataError):
+        write_bundle(Run(run), 1, None)
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", None])
+def test_a_file_that_is_no_bundle_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "a.bundle"
+    if content is None:
+        with tarfile.open(path, "w:gz") as archive:
+            for name in ("one", "two"):
+                (tmp_path / name).mkdir()
+                archive.add(tmp_path / name, name)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.bundle: this is no bundle"):
+        unpack(path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"token_batch_size": 100}, {"env": [{"id": "a", "group_size": 8}, {"id": "b", "group_size": None}]}]
+)
+def test_batches_of_no_fixed_size_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    section = {"group_size": 4, "env": [{"id": "a", "group_size": 4}]}
+    assert as_training({"orchestrator": section}, tmp_path)["orchestrator"]["debug"] == "training"
+    with pytest.raises(ConfigError, match="no fixed number of groups"):
+        as_training({"orchestrator": section | change}, tmp_path)
