@@ -20,6 +20,7 @@ from stretto.api.run import Run
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.reading.plain import PlainParser
 from stretto.config.root import RLConfig
+from stretto.config.sections.distill import WITHOUT_REWARD
 from stretto.ledger.reader import LedgerReader
 from stretto.records.rollout import Group, Rollout
 from stretto.vime import RolloutFnTrainOutput, Sample
@@ -61,7 +62,13 @@ def parse(verb: str, words: Sequence[str]) -> tuple[None, list[str]]:
 
 
 def run(cfg: RLConfig, meant: None) -> int:
-    """Train. Raises: ConfigError for a loss that takes old tokens for the policy's own."""
+    """Train. Raises: ConfigError for a loss that takes old tokens for the policy's own, or needs a teacher."""
+    for env in cfg.orchestrator.env:
+        if (algo := (env.algo or cfg.orchestrator.algo).type) in WITHOUT_REWARD:
+            raise ConfigError(
+                f'rl --from-ledger: the algo "{algo}" of {env.name or env.id} learns from a teacher, which scores what '
+                "is played; stored rollouts are trained on by their rewards"
+            )
     loss = cfg.trainer.loss
     if loss.type == "reinforce" and loss.correction is None:
         raise ConfigError(

@@ -24,7 +24,7 @@ REPLAYED = "replayed"
 FUNCTION = "stretto_review.recorded:batch_of_step"
 SUFFIX = ".bundle"
 LEFT_OUT = {
-    "": ("deployment", "slurm", "ray", "service", "clean", "resume"),
+    "": ("teacher_inference", "deployment", "slurm", "ray", "service", "clean", "resume"),
     "orchestrator": (
         "client", "eval", "batch_order", "oversampling_factor", "max_inflight_rollouts", "max_oversampling",
         "concurrency", "partial_rollout", "mask_offpolicy_in_partial_rollout", "tasks_per_minute",

@@ -199,7 +199,7 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     stack.callback(announce(cfg))
     teachers: dict[str, Weighted[EngineClient]] = {}
     clients: dict[str, EngineClient] = {}  # by their section, which several environments may share
-    for env in cfg.env:
+    for env in cfg.env if cfg.debug is None else ():  # saved rollouts have the teachers' numbers
         engines_of: dict[str, tuple[EngineClient, float]] = {}
         for name, (section, weight) in cfg.teachers_of(env.name or env.id).items():
             if (key := section.model_dump_json()) not in clients:

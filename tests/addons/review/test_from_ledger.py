@@ -79,3 +79,7 @@ def test_what_cannot_be_trained_is_refused(run: Path) -> None:
     cfg = load(RLConfig, [*CONFIG, "--trainer.loss.type", "reinforce"], verb="rl")
     with pytest.raises(ConfigError, match="no importance ratio"):
         from_ledger.run(cfg, None)
+    teacher = ["--orchestrator.algo.type", "opd", "--orchestrator.teacher.base-url", "http://127.0.0.1:9/v1"]
+    cfg = load(RLConfig, [*CONFIG, *teacher], verb="rl")
+    with pytest.raises(ConfigError, match=r'the algo "opd" of .* learns from a teacher'):
+        from_ledger.run(cfg, None)

@@ -154,3 +154,23 @@ def test_a_step_is_a_file_that_is_played_elsewhere(finished_first: Ended, tmp_pa
         assert code == 1 and "FIRST DIFFERENCE at step 4: metric, optim/lr" in output, output
     finally:
         hidden.rename(run.path)
+
+
+RECIPES = {
+    "critic": {"trainer": {"optim": {"lr": 3e-3}, "critic": {}, "advantages": {"type": "gae"}, "epochs_per_step": 2}},
+    "teacher": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_learned_from_a_critic_or_a_teacher_is_repeated(model: Path, tmp_path: Path, recipe: str) -> None:
+    pytest.importorskip("stretto_review")
+    settings = delayed(model, 1, deterministic=False, max_steps=4) | RECIPES[recipe]
+    if recipe == "critic":
+        settings["orchestrator"]["algo"] = {"type": "ppo"}
+    else:
+        settings["orchestrator"] |= {"algo": {"type": "opd", "top_k": 4}, "teacher": {"model": str(model)}}
+    run = play(tmp_path / "first", settings).run
+    code, output = wait(start("replay", [str(run)], tmp_path))
+    assert code == 0 and "NO DIFFERENCE in 4 steps of training" in output, output

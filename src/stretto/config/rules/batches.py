@@ -293,7 +293,10 @@ def replaced_settings(s: OrchestratorKeys, at: At) -> Problems:
     for index, env in enumerate(s.env):
         algo, size = (env.algo or s.algo).type, at(f"env.{index}.group_size")
         for key in ("reward_post_process", "rollout_function"):
-            if algo in WITHOUT_REWARD and getattr(hooks, key) is not None:
+            has_saved = (
+                key == "rollout_function" and s.debug == "training"
+            )  # saved rollouts may have a teacher's numbers
+            if algo in WITHOUT_REWARD and getattr(hooks, key) is not None and not has_saved:
                 hook, name = at(f"hooks.{key}"), env.name or env.id
                 rule = f'does nothing for {name}: its algo "{algo}" learns from a teacher, not from rewards'
                 yield Problem(hook, f"{hook.path} {rule}; leave one of them out")
