@@ -25,6 +25,7 @@ PLAIN_VERBS = {
     "logs": "stretto.launch.control:logs",
     "stop": "stretto.launch.control:stop",
     "stacks": "stretto.launch.stacks:stacks",
+    "engines": "stretto.launch.engines:engines",
 }
 """Verbs of the core that take words of their own, and the function that gets them."""
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 from ports import free_ports
-from runs import Ended, merged, rl, start_rl, until, wait
+from runs import Ended, merged, rl, start, start_rl, until, wait
 
 from stretto.base.paths import RunDir
+from stretto.launch.engines import fleet_of
 from stretto.ledger.audit import audit
+from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`")
@@ -229,3 +231,52 @@ def log(run: RunDir, role: str) -> str:
 def processes_of(pid: int) -> list[psutil.Process]:
     """Direct children of the launcher."""
     return psutil.Process(pid).children()
+
+
+@pytest.mark.slow
+def test_engines_join_and_leave_a_run_and_no_rollout_is_lost(warm: Path, tmp_path: Path) -> None:
+    more = {
+        "max_steps": 100000,
+        "model": {"name": str(warm)},
+        "orchestrator": {"eval": None, "client": {"liveness_interval_s": 0.5}, "max_rollout_retries": 0},
+    }
+    popen = start_rl(tmp_path, merged(RUN, more))
+    run = RunDir(tmp_path / "run")
+    joined = []
+
+    def ready() -> list[str]:
+        return [url for url, node in fleet_of(run)["engines"].items() if node["state"] == "ready"]
+
+    try:
+        until(lambda: num_steps(run) >= 2, popen, "two steps")
+        for _ in range(2):
+            joined.append(start("engines", ["start", str(run), "--wait", "0"], tmp_path))
+        until(lambda: len(ready()) == 3, popen, "two engines to join")
+        urls = ready()
+        before = num_steps(run)
+        until(lambda: num_steps(run) >= before + 3, popen, "steps with three engines")
+        joined[0].send_signal(signal.SIGTERM)
+        code, output = wait(joined[0])
+        assert code == 0 and "removed" in output, output
+        [killed] = [p for p in processes_of(joined[1].pid) if "inference" in p.cmdline()]
+        os.killpg(killed.pid, signal.SIGKILL)
+        code, output = wait(joined[1])
+        assert code != 0, output
+        until(lambda: len(ready()) == 1, popen, "one engine to be left")
+        code, output = wait(start("engines", ["drain", str(run), *ready()], tmp_path))
+        assert code == 1 and "is the only engine that is up" in output, output
+        code, output = wait(start("engines", ["list", str(run)], tmp_path))
+        assert code == 0 and output.split() == [ready()[0], "ready"]
+        before = num_steps(run)
+        until(lambda: num_steps(run) >= before + 3, popen, "steps with one engine")
+        popen.send_signal(signal.SIGINT)
+        code, output = wait(popen)
+    finally:
+        for each in (*joined, popen):
+            each.kill()
+    assert code == 0, output
+    assert "was started anew" not in output and len(set(urls)) == 3
+    assert audit(run) == []
+    with LedgerReader(run) as ledger:
+        ended = ledger.rollouts_by_status()
+    assert set(ended) <= {"finished", "truncated", "dropped", "running", "lost"}, ended

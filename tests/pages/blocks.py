@@ -83,6 +83,7 @@ NOT_RUN = {
     ("docs/security.md", "export STRETTO_RUN_SECRET="): _SHELL,
     ("docs/inference.md", "export VLLM_API_KEY="): _SHELL,
     ("docs/inference.md", "from openai import"): "asks a server that runs: tests/contract",
+    ("docs/inference.md", "engines "): "tests/e2e/test_engines.py, with a run that goes on",
     ("docs/inference.md", "chat "): "tests/addons/start/test_chat.py",
     ("docs/inference.md", "curl -s http"): "asks a server that runs: tests/contract",
     ("docs/inference.md", "curl -s -H"): "tests/unit/launch/console/test_queues.py reads it",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -212,3 +214,63 @@ async def test_a_request_carries_its_rollout_in_the_headers_that_the_config_name
                 with pytest.raises(EngineError, match="enough"):
                     await client.generate(request)
             assert {name for name, value in seen[-1].items() if value == "rollout-7"} == set(names)
+
+
+async def test_replies_of_an_engine_that_is_drained_are_continued_on_another_token_for_token(model_dir, tmp_path):
+    ports = [free_port(), free_port()]
+    publisher = ShmPublisher("test-engine-drain")
+    try:
+        with serve(model_dir, ports[0], tmp_path / "a"), serve(model_dir, ports[1], tmp_path / "b"):
+            async with EngineClient([f"http://127.0.0.1:{port}" for port in ports], timeout_s=60) as client:
+                await client.wait_ready(60)
+                await client.update_weights(publisher.publish(1, export_tensors(scratch(1))))
+                whole = await client.generate(ask("whole", max_tokens=500))
+                running = asyncio.create_task(client.generate(ask("whole", max_tokens=500)))
+
+                async def sampled(url: str) -> float:
+                    return (await client.metrics_by_engine())[url]["vllm:generation_tokens_total"]
+
+                begun = {url: await sampled(url) for url in client.urls}
+                while not (busy := [url for url in client.urls if await sampled(url) >= begun[url] + 40]):
+                    await asyncio.sleep(0)
+                [busy] = busy
+                await client.drain_engine(busy, 0.0)
+                assert not client.fleet.nodes[busy].requests and client.fleet.ready() == [
+                    u for u in client.urls if u != busy
+                ]
+                for one, two in zip(await running, whole, strict=True):
+                    assert one.token_ids.tolist() == two.token_ids.tolist() and one.finish_reason == "length"
+                    np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5, rtol=0)
+                    assert [(span.version, span.start, span.end) for span in one.versions] == [(1, 0, 500)]
+                [other] = client.fleet.ready()
+                assert await sampled(other) - begun[other] < 1000  # it had to sample the rest alone
+    finally:
+        publisher.close()
+
+
+async def test_an_engine_that_computes_otherwise_is_not_let_in(model_dir, tmp_path):
+    """It gets the same weights, and turns positions by other angles."""
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    config = json.loads((other / "config.json").read_text())
+    for section in (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
+        if "rope_theta" in section:
+            section["rope_theta"] = 10.0
+    (other / "config.json").write_text(json.dumps(config))
+    ports = [free_port(), free_port()]
+    publisher = ShmPublisher("test-engine-other")
+    try:
+        with serve(model_dir, ports[0], tmp_path / "a"), serve(other, ports[1], tmp_path / "b"):
+            async with EngineClient([f"http://127.0.0.1:{ports[0]}"], timeout_s=60) as client:
+                await client.wait_ready(60)
+                watching = asyncio.create_task(client.watch())
+                loud = {name: 4 * tensor for name, tensor in export_tensors(scratch(1))}
+                await client.update_weights(publisher.publish(1, loud.items()))
+                client.add_engine(f"http://127.0.0.1:{ports[1]}")
+                async with asyncio.timeout(60):
+                    while "computes otherwise" not in client.fleet.nodes[client.urls[1]].reason:
+                        await asyncio.sleep(0.05)
+                assert client.num_ready == 1
+                watching.cancel()
+    finally:
+        publisher.close()

@@ -66,6 +66,12 @@ class RunDir:
     """Who runs the run: a launcher on some host, or a job."""
     nodes = _Below("nodes.json")
     """Hosts of a run on several nodes; by this file the other nodes recognise the first one's directory."""
+    engines = _Below("engines")
+    """Directory of wishes: engines that shall join or leave (orchestrator/run/membership.py)."""
+
+    def engine_wish(self, name: str) -> Path:
+        return self.engines / f"{name}.json"
+
     slurm = _Below("slurm")
     """Directory of the Slurm job: its script, its config and its log."""
     finish_marker = _Below("slurm/finish")

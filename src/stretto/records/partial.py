@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from stretto.records.generate import Completion, VersionSpan
+from stretto.records.generate import Completion, GenerateRequest, SamplingParams, VersionSpan
 from stretto.records.images import Image
 from stretto.records.support import concat_supports
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt
 
 ABORTED = "abort"
 """finish_reason of a completion that was interrupted and can be continued."""
@@ -125,3 +129,56 @@ def concat_completions(first: Completion, rest: Completion) -> Completion:
         cached_tokens=first.cached_tokens,
         support=concat_supports((first.support, rest.support), (start, len(rest.token_ids))),
     )
+
+
+def continued_request(request: GenerateRequest, begun: Completion, seed: int | None) -> GenerateRequest:
+    """The request for the rest of a reply of one sample that was interrupted; seed: that of its first part."""
+    ids, sampling = begun.token_ids, request.sampling
+    assert sampling.max_tokens is not None, "requests of rollouts always have one"
+    prompt_ids = np.concatenate((request.prompt_ids, ids), dtype=np.int32)
+    return msgspec.structs.replace(
+        request,
+        prompt_ids=prompt_ids,
+        sampling=msgspec.structs.replace(
+            sampling,
+            max_tokens=max(sampling.max_tokens - len(ids), 1),
+            min_tokens=max(sampling.min_tokens - len(ids), 0),
+            seed=seed,
+        ),
+        routed_experts_start=request.routed_experts_start if begun.routed_experts is None else len(prompt_ids) - 1,
+    )
+
+
+def needs_whole_reply(sampling: SamplingParams) -> bool:
+    """Whether a reply cannot be continued: a stop text or a bad word may span both of its parts."""
+    return bool(sampling.stop or sampling.bad_words)
+
+
+def merge_completions(first: Completion, rest: Completion, request: GenerateRequest) -> Completion:
+    """Both parts of a reply as one, with expert choices if both parts have them."""
+    whole = concat_completions(first, rest)
+    if first.routed_experts is None or rest.routed_experts is None:
+        return whole
+    num_tokens = len(request.prompt_ids) + len(whole.token_ids) - request.routed_experts_start
+    routes = merge_expert_choices(first.routed_experts, rest.routed_experts, num_tokens)
+    return msgspec.structs.replace(whole, routed_experts=routes)
+
+
+def merge_expert_choices(
+    known: UInt[np.ndarray, "known layers top_k"] | None,
+    new: UInt[np.ndarray, "new layers top_k"] | None,
+    num_tokens: int,
+) -> UInt[np.ndarray, "tokens layers top_k"] | None:
+    """Expert choices of a branch of num_tokens after a turn.
+
+    known: those before the turn; new: those that the turn adds at the end. A token keeps its first choices,
+    because the tokens after it were sampled with them. Only the last known one is replaced: it had not been computed.
+    None if choices are missing in between, because the engine gave none in an earlier turn or gives none now.
+    """
+    if new is None:
+        return None
+    start = num_tokens - len(new)
+    if known is None:
+        return new if start == 0 else None
+    num_final = len(known) - 1
+    return np.concatenate((known[:-1], new[num_final - start :])) if start <= num_final else None

@@ -16,7 +16,8 @@ from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.moe import Routing, mixtures, update_expert_bias
 from stretto.orchestrator.batch import samples_of, to_micro_batch
-from stretto.orchestrator.rollout.branch import OpenBranch, merge_expert_choices
+from stretto.orchestrator.rollout.branch import OpenBranch
+from stretto.records.partial import merge_expert_choices
 from stretto.records.rollout import Rollout, RolloutStatus, Task
 from stretto.trainer.batch.routing import build_routers
 from stretto.trainer.learner import Learner

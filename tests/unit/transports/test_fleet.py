@@ -25,12 +25,14 @@ class World:
     def __init__(self, *urls: str, **settings) -> None:
         self.dead: set[str] = set()
         self.stubborn: set[str] = set()
+        self.strange: set[str] = set()
         self.restored: list[str] = []
         self.went_down: list[str] = []
         self.fleet = Fleet(
             urls,
             check=self.check,
             restore=self.restore,
+            prove=self.prove,
             interval_s=1.0,
             recovery_timeout_s=settings.get("recovery_timeout_s", 60.0),
             on_down=lambda url, reason: self.went_down.append(url),
@@ -44,6 +46,10 @@ class World:
         if url in self.stubborn:
             raise EngineError(f"{url} takes no weights")
         self.restored.append(url)
+
+    async def prove(self, url: str) -> None:
+        if url in self.strange:
+            raise EngineError("it computes otherwise")
 
     @contextlib.asynccontextmanager
     async def watched(self):
@@ -137,6 +143,55 @@ def test_an_engine_comes_back_between_two_updates_and_never_in_one():
                 assert world.restored == []
             await asyncio.sleep(1.5)
             assert world.restored == ["a"]
+
+    run_virtual(scenario())
+
+
+# -- engines that join and leave --
+
+
+def test_an_engine_that_joins_is_ready_once_it_answers_has_weights_and_is_proved():
+    async def scenario():
+        world = World("a")
+        world.dead, world.strange = {"b"}, {"b"}
+        async with world.watched():
+            world.fleet.add("b")
+            await asyncio.sleep(3)
+            assert world.fleet.ready() == ["a"] and world.fleet.nodes["b"].reason == "b does not answer"
+            world.dead.clear()
+            await asyncio.sleep(3)
+            assert world.fleet.ready() == ["a"] and world.fleet.nodes["b"].reason == "it computes otherwise"
+            world.strange.clear()
+            generation = world.fleet.generation
+            await asyncio.sleep(3)
+            assert world.fleet.ready() == ["a", "b"] and world.fleet.generation > generation
+            assert world.went_down == []  # nobody is to start it anew
+            world.dead.add("b")
+            await asyncio.sleep(3)
+            assert world.fleet.ready() == ["a"] and world.went_down == ["b"]  # watched as any other
+
+    run_virtual(scenario())
+
+
+def test_an_engine_that_is_drained_gets_nothing_until_it_joins_again():
+    async def scenario():
+        world = World("a", "b")
+        async with world.watched():
+            await world.fleet.drain("b")
+            world.dead.add("b")
+            await asyncio.sleep(5)
+            assert world.fleet.ready() == ["a"] and world.went_down == [] and world.restored == []
+            world.dead.clear()
+            world.fleet.add("b")
+            await asyncio.sleep(5)
+            assert world.fleet.ready() == ["a", "b"] and world.restored == ["b"]
+            world.fleet.add("b")  # it is there
+            await asyncio.sleep(5)
+            assert world.fleet.ready() == ["a", "b"] and world.restored == ["b"]
+            await world.fleet.drain("b")
+            world.fleet.forget("b")
+            await asyncio.sleep(5)
+            assert list(world.fleet.nodes) == ["a"]
 
     run_virtual(scenario())
 
@@ -422,3 +477,43 @@ async def test_an_engine_that_dies_under_a_canary_and_is_back_at_once_is_left_ou
         assert list(answers) == [client.admin_urls[1]]
         await eventually(lambda: client.num_ready == 2)
         assert servers[0].versions == [1, 1]
+
+
+async def test_an_engine_that_joins_gets_the_newest_version_then_requests_and_none_after_it_has_left():
+    async with two_engines() as (client, servers):
+        third = Server()
+        url = await third.start()
+        try:
+            await client.update_weights(version(1))
+            client.add_engine(url)
+            await eventually(lambda: client.num_ready == 3)
+            assert third.versions == [1] and third.generated == 1  # the proof
+            await client.update_weights(version(2))
+            assert [server.versions[-1] for server in (*servers, third)] == [2, 2, 2]
+            for number in range(30):
+                request = GenerateRequest(
+                    request_id=f"{number}", prompt_ids=np.array([1], np.int32), session_id=f"{number}"
+                )
+                await client.generate(request)
+            assert third.generated > 1
+            await client.drain_engine(url, 1.0)
+            client.forget_engine(url)
+            before = third.generated
+            for number in range(30):
+                request = GenerateRequest(
+                    request_id=f"{number}", prompt_ids=np.array([1], np.int32), session_id=f"{number}"
+                )
+                await client.generate(request)
+            await client.update_weights(version(3))
+            assert third.generated == before and third.versions == [1, 2]
+        finally:
+            await third.runner.cleanup()
+
+
+async def test_the_only_engine_that_is_up_cannot_be_drained():
+    async with two_engines() as (client, servers):
+        servers[0].is_alive = False
+        await eventually(lambda: client.num_ready == 1)
+        with pytest.raises(EngineError, match="is the only engine that is up"):
+            await client.drain_engine(client.urls[1], 1.0)
+        assert client.fleet.ready() == [client.urls[1]]

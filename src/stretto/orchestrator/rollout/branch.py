@@ -8,11 +8,12 @@ import numpy as np
 
 from stretto.records.generate import Completion, VersionSpan
 from stretto.records.images import Image
+from stretto.records.partial import merge_expert_choices
 from stretto.records.rollout import Branch, TurnSpan
 from stretto.records.support import Support, concat_supports
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float32, Int32, UInt
+    from jaxtyping import Bool, Float32, Int32
 
 
 class OpenBranch:
@@ -66,7 +67,9 @@ class OpenBranch:
         start, known = len(prompt_ids), max(len(self.token_ids), 1)  # the first token is never predicted
         if ce_weights is not None and ce_weights[known:].any():
             self._ce.append((known, ce_weights[known:]))
-        self._routes = merge_expert_choices(self._routes, completion.routed_experts, start + len(completion.token_ids))
+        new = completion.routed_experts
+        whole = start + len(completion.token_ids)
+        self._routes = None if new is None else merge_expert_choices(self._routes, new, whole)
         self.images = images
         self._logprobs.append(np.zeros(start - len(self.token_ids), dtype=np.float32))
         self._logprobs.append(completion.logprobs)
@@ -110,23 +113,3 @@ class OpenBranch:
         for start, end in spans:
             mask[start:end] = True
         return mask
-
-
-def merge_expert_choices(
-    known: UInt[np.ndarray, "known layers top_k"] | None,
-    new: UInt[np.ndarray, "new layers top_k"] | None,
-    num_tokens: int,
-) -> UInt[np.ndarray, "tokens layers top_k"] | None:
-    """Expert choices of a branch of num_tokens after a turn.
-
-    known: those before the turn; new: those that the turn adds at the end. A token keeps its first choices,
-    because the tokens after it were sampled with them. Only the last known one is replaced: it had not been computed.
-    None if choices are missing in between, because the engine gave none in an earlier turn or gives none now.
-    """
-    if new is None:
-        return None
-    start = num_tokens - len(new)
-    if known is None:
-        return new if start == 0 else None
-    num_final = len(known) - 1
-    return np.concatenate((known[:-1], new[num_final - start :])) if start <= num_final else None

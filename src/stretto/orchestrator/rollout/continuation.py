@@ -16,15 +16,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import msgspec
 import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.ledger.writer import Ledger
-from stretto.orchestrator.rollout.branch import OpenBranch, merge_expert_choices
+from stretto.orchestrator.rollout.branch import OpenBranch
 from stretto.records.generate import Completion, GenerateRequest, member_seed
 from stretto.records.images import Image
-from stretto.records.partial import Turn, concat_completions
+from stretto.records.partial import Turn, continued_request, needs_whole_reply
 
 if TYPE_CHECKING:
     from jaxtyping import Int32
@@ -147,8 +146,7 @@ def match_saved_turn(
     images = (*(known_images if turn.num_shared else ()), *turn.images)
     is_same = temperature == turn.temperature and np.array_equal(prompt_ids, request.prompt_ids)
     is_same = is_same and images == request.images  # equal tokens may show other pictures
-    # A stop text or a bad word may span both parts of a reply; the engine can find it in a whole reply only.
-    needs_whole = bool(request.sampling.stop or request.sampling.bad_words)
+    needs_whole = needs_whole_reply(request.sampling)
     if is_same and (turn.is_done or not needs_whole):
         return turn
     num_lost = sum(len(each.completion.token_ids) for each in (turn, *turns))
@@ -166,28 +164,4 @@ def match_saved_turn(
 
 def continuation_request(request: GenerateRequest, begun: Turn) -> GenerateRequest:
     """The request for the rest of an interrupted reply, with the seed of its first part."""
-    ids, sampling = begun.completion.token_ids, request.sampling
-    assert sampling.max_tokens is not None, "build_request always sets max_tokens"
-    prompt_ids = np.concatenate((request.prompt_ids, ids), dtype=np.int32)
-    routes = begun.completion.routed_experts
-    return msgspec.structs.replace(
-        request,
-        prompt_ids=prompt_ids,
-        sampling=msgspec.structs.replace(
-            sampling,
-            max_tokens=max(sampling.max_tokens - len(ids), 1),
-            min_tokens=max(sampling.min_tokens - len(ids), 0),
-            seed=begun.seed,
-        ),
-        routed_experts_start=request.routed_experts_start if routes is None else len(prompt_ids) - 1,
-    )
-
-
-def merge_completions(first: Completion, rest: Completion, request: GenerateRequest) -> Completion:
-    """Both parts of a reply as one, with expert choices if both parts have them."""
-    whole = concat_completions(first, rest)
-    if first.routed_experts is None or rest.routed_experts is None:
-        return whole
-    num_tokens = len(request.prompt_ids) + len(whole.token_ids) - request.routed_experts_start
-    routes = merge_expert_choices(first.routed_experts, rest.routed_experts, num_tokens)
-    return msgspec.structs.replace(whole, routed_experts=routes)
+    return continued_request(request, begun.completion, begun.seed)

@@ -23,12 +23,7 @@ from stretto.data.messages import checked_messages
 from stretto.envs.base import EpisodeInfo, EpisodeLimits, LimitReached, Message, OutOfContext, Reply, RolloutContext
 from stretto.envs.models import ChatModel, model_of
 from stretto.orchestrator.rollout.branch import OpenBranch
-from stretto.orchestrator.rollout.continuation import (
-    build_turn,
-    continuation_request,
-    match_saved_turn,
-    merge_completions,
-)
+from stretto.orchestrator.rollout.continuation import build_turn, continuation_request, match_saved_turn
 from stretto.orchestrator.rollout.play import (
     POLICY,
     Draw,
@@ -42,7 +37,7 @@ from stretto.orchestrator.tasks.order import seed_of
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.images import Image
 from stretto.records.outcomes import Reason
-from stretto.records.partial import PartialRollout, Turn
+from stretto.records.partial import PartialRollout, Turn, merge_completions
 from stretto.records.rollout import Branch
 
 if TYPE_CHECKING:

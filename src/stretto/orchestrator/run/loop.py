@@ -25,6 +25,7 @@ from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
 from stretto.orchestrator.run import telemetry
 from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
+from stretto.orchestrator.run.membership import POLL_S, Membership
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.pipeline import GroupPipeline
 from stretto.orchestrator.run.ship import ENGINE_LOADS_INTERVAL_S, BatchShipper, engine_loads, engine_metrics
@@ -119,6 +120,8 @@ class Loop:
                 tasks.create_task(self.adapt_concurrency(), name="adapt_concurrency"),
                 tasks.create_task(self.record_engines(), name="record_engines"),
             ]
+            if self.cfg.debug is None:
+                background.append(tasks.create_task(self.follow_membership(), name="follow_membership"))
             await tasks.create_task(self._shipper.ship_batches(), name="ship_batches")
             await self._wait_for_last_step(loading)
             await trainer_events
@@ -231,6 +234,14 @@ class Loop:
             except EngineError as error:  # one that is really down fails its next request
                 logger.debug("no loads of engines: %s", error)
             await asyncio.sleep(max(ENGINE_LOADS_INTERVAL_S, ENGINE_LOADS_INTERVAL_S * engines.num_ready / 10))
+
+    async def follow_membership(self) -> None:
+        """Let engines join and leave as `stretto engines` asks."""
+        membership = Membership(self.parts)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                membership.update(tasks)
+                await asyncio.sleep(POLL_S)
 
     def _begin_drawing(self, tasks: asyncio.TaskGroup) -> None:
         """Draw and play groups from now on: the first version is loaded."""

@@ -21,8 +21,9 @@ import numpy as np
 from stretto.base.aio import task_group
 from stretto.base.errors import EngineError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
+from stretto.records.partial import ABORTED, continued_request, merge_completions, needs_whole_reply
 from stretto.records.weight_manifest import CanaryImage, WeightGroup, WeightManifest
-from stretto.transports.engine import api, http, updates
+from stretto.transports.engine import api, http, proof, updates
 from stretto.transports.engine.completions import decode_completions
 from stretto.transports.engine.dispatch import FULL_S, Dispatch
 from stretto.transports.engine.fleet import EngineState, Fleet
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_ABORTS = 10  # of one request before it is an error
 _POLL_S = 0.05
+_ABORT_S = 0.5  # after which the requests of a drained engine are aborted again
 _ROUTER_TIMEOUT_S = 120.0
 
 
@@ -62,7 +64,7 @@ class EngineClient:
         on_down: Callable[[str, str], None] = lambda url, reason: None,
     ) -> None:  # fmt: skip
         self.urls = [_root(url) for url in urls]
-        self.admin_urls = [_root(url) for url in admin_urls] if admin_urls is not None else self.urls
+        self.admin_urls = [_root(url) for url in (self.urls if admin_urls is None else admin_urls)]
         self.timeout_s, self.model = timeout_s, model
         self._session_headers = session_headers
         self._splits_samples = splits_samples  # each sample is an HTTP request of its own
@@ -75,12 +77,14 @@ class EngineClient:
         self._load_between_steps: set[str] = set()  # engines that load weights between two steps
         self._asleep: set[str] = set()  # those of api.SLEEP_TAGS whose memory engines have freed
         self._sleep_level: int | None = None  # of the last sleep; None: engines never slept
+        self._handed_over: set[str] = set()  # drained engines whose replies are continued on others
         self._failed_once: set[str] = set()  # live engines that failed to load the newest version once
         self._liveness_timeout_s = liveness_timeout_s
         self.fleet = Fleet(
             self.admin_urls,
             check=self._check_alive,
             restore=self._restore,
+            prove=self._prove,
             interval_s=liveness_interval_s,
             recovery_timeout_s=recovery_timeout_s,
             on_down=on_down,
@@ -107,13 +111,28 @@ class EngineClient:
         return await self._generate_samples(request)
 
     async def _generate_samples(self, request: GenerateRequest) -> list[Completion]:
-        """The samples of one HTTP request."""
+        """The samples of one HTTP request; what an engine had begun when it was drained is continued on another."""
         body = api.encode_generate(request, request.adapter or self.model)
         headers = api.JSON_HEADERS
         if request.session_id is not None:
             headers = headers | dict.fromkeys(self._session_headers, request.session_id)
-        data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
-        return decode_completions(request, data)
+        url, data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
+        completions = decode_completions(request, data)
+        if url not in self._handed_over or not any(each.finish_reason == ABORTED for each in completions):
+            return completions
+        return [
+            await self._continue(request if request.n == 1 else request.sample(index), begun)
+            for index, begun in enumerate(completions)
+        ]
+
+    async def _continue(self, request: GenerateRequest, begun: Completion) -> Completion:
+        """The whole reply to a request for one sample, of which another engine had sampled the beginning."""
+        if begun.finish_reason != ABORTED:
+            return begun
+        if not len(begun.token_ids) or request.prompt_logprobs or needs_whole_reply(request.sampling):
+            return (await self._generate_samples(request))[0]
+        rest = await self._generate_samples(continued_request(request, begun, request.sampling.seed))
+        return merge_completions(begun, rest[0], request)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until every engine is healthy.
@@ -195,6 +214,55 @@ class EngineClient:
         except EngineError:
             return True
         return False
+
+    # -- engines that join and leave --
+
+    def add_engine(self, url: str) -> None:
+        """Let an engine join: it gets the newest version, is compared with another engine, and then gets requests.
+
+        Requests go to it only if the run has no router, which must learn of it by itself.
+        """
+        self._handed_over.discard(root := _root(url))
+        for addresses in (self.admin_urls,) if self._is_routed else (self.urls, self.admin_urls):
+            if root not in addresses:
+                addresses.append(root)
+        self.fleet.add(root)
+
+    async def drain_engine(self, url: str, wait_s: float) -> None:
+        """Send an engine nothing new; replies that do not end within wait_s are continued on other engines.
+
+        Raises: EngineError if no other engine is up.
+        """
+        root = _root(url)
+        if not set(self.fleet.ready()) - {root, *self.fleet.nodes[root].other_nodes}:
+            raise EngineError(f"{url} is the only engine that is up")
+        await self.fleet.drain(root)
+        node = self.fleet.nodes[root]
+        if node.requests:
+            await asyncio.wait(set(node.requests), timeout=wait_s)
+        self._handed_over.add(root)
+        while node.requests and self.fleet.nodes.get(root) is node:
+            body = msgspec.json.encode({"request_ids": None})
+            with suppress(EngineError):  # it is gone: its requests fail, and are sent again
+                await self._admin(root, api.ABORT, body)
+            if node.requests:
+                await asyncio.wait(set(node.requests), timeout=_ABORT_S)
+
+    def forget_engine(self, url: str) -> None:
+        """Remove an engine that was drained."""
+        root = _root(url)
+        for addresses in (self.urls, self.admin_urls):
+            if root in addresses:
+                addresses.remove(root)
+        self.fleet.forget(root)
+        self._receivers.pop(root, None)
+        self._load_between_steps.discard(root)
+
+    async def _prove(self, url: str) -> None:
+        """Compare what a new engine computes with what one that is up does. Raises: EngineError if they differ."""
+        if self._manifest is not None and (others := [other for other in self.fleet.ready() if other != url]):
+            scores = [await proof.scores_of(self._admin, each, self.model) for each in (url, others[0])]
+            proof.compare(*scores, other=others[0], version=self._manifest.version)
 
     @property
     def num_ready(self) -> int:

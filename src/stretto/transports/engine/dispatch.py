@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import zlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 
 from stretto.base.errors import EngineError
@@ -45,15 +46,18 @@ class Dispatch:
         recovery_timeout_s: float,
         is_routed: bool,
     ) -> None:
-        self._urls, self._http, self._fleet = urls, connections, fleet
+        self._urls, self._http, self._fleet = urls, connections, fleet  # a list that may grow and shrink
         self._timeout_s, self._max_retries = timeout_s, max_retries
         self._recovery_timeout_s, self._is_routed = recovery_timeout_s, is_routed
-        self.num_running = dict.fromkeys(urls, 0)
+        self.num_running: dict[str, int] = defaultdict(int)
         """Requests by address, including those that wait at the gate."""
-        self._gates = {url: RequestGate() for url in urls}
+        self._gates: dict[str, RequestGate] = defaultdict(RequestGate)
 
-    async def send(self, what: str, body: bytes, headers: dict[str, str], session_id: str | None) -> bytes:
-        """Send a request and return the answer; what: its name in messages. Raises: EngineError."""
+    async def send(self, what: str, body: bytes, headers: dict[str, str], session_id: str | None) -> tuple[str, bytes]:
+        """Send a request and return the engine (or router) and its answer; what: its name in messages.
+
+        Raises: EngineError.
+        """
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return await self._until_answered(what, body, headers, session_id, deadline)
@@ -62,12 +66,12 @@ class Dispatch:
 
     async def _until_answered(
         self, what: str, body: bytes, headers: dict[str, str], session_id: str | None, deadline: asyncio.Timeout
-    ) -> bytes:
+    ) -> tuple[str, bytes]:
         attempt = 0
         while True:
             url = self.choose(session_id, attempt)
             try:
-                return await self._attempt_at_gate(url, body, headers, deadline)
+                return url, await self._attempt_at_gate(url, body, headers, deadline)
             except http.Full as error:
                 if (waited_s := self._gates[url].rejects_for_s) > self._recovery_timeout_s:
                     reason = f"it has none of our requests and has accepted none for {waited_s:.0f} s"
@@ -98,6 +102,8 @@ class Dispatch:
             async with _paused(deadline):
                 await gate.enter()
             try:
+                if url in self._fleet.drained:
+                    raise http.Unavailable(f"{url} gets no more requests")
                 data = await self._fleet.while_up(url, self._http.request("POST", url + api.GENERATE, body, headers))
                 was_served = True
                 return data

@@ -1,9 +1,11 @@
 """The states of a run's engines: those that answer and have the current weights get requests.
 
-States of an engine: READY <-> DOWN. It goes DOWN if it does not load a version, or does not answer /liveness in time;
-its running requests are then cancelled, so that they are retried on other engines. It comes back when it answers again
-(the launcher has restarted it) and has loaded the newest version. If none is READY, loading a version waits for one
-to come back, and logs that.
+States of an engine: READY <-> DOWN, and DRAINED. It goes DOWN if it does not load a version, or does not answer
+/liveness in time; its running requests are then cancelled, so that they are retried on other engines. It comes back
+when it answers again (the launcher has restarted it) and has loaded the newest version. If none is READY, loading a
+version waits for one to come back, and logs that. An engine may join while the run goes on: it is DOWN until it has
+loaded the newest version and computes what others do. One that is DRAINED gets neither requests nor weights, until it
+joins again.
 
 The fleet only keeps the states; client.py updates the engines, dispatch.py sends them requests.
 """
@@ -18,15 +20,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from stretto.base.aio import task_group
 from stretto.base.errors import EngineError
 from stretto.transports.engine import http
 
 logger = logging.getLogger(__name__)
 
+JOIN_S = 0.5
+"""Interval at which an engine that joins is asked whether it is there."""
+
 
 class EngineState(StrEnum):
     READY = "ready"
     DOWN = "down"
+    DRAINED = "drained"
 
 
 @dataclass(eq=False)
@@ -42,6 +49,8 @@ class EngineNode:
     """Running requests on it, which are cancelled when it goes down."""
     other_nodes: frozenset[str] = frozenset()
     """Addresses of the other nodes of its engine: they go down and come back together."""
+    is_new: bool = False
+    """Whether it has joined and was not READY yet: it is proved first."""
 
 
 class Fleet:
@@ -53,6 +62,7 @@ class Fleet:
         *,
         check: Callable[[str], Awaitable[None]],
         restore: Callable[..., Awaitable[None]],
+        prove: Callable[[str], Awaitable[None]],
         interval_s: float,
         recovery_timeout_s: float,
         on_down: Callable[[str, str], None] = lambda url, reason: None,
@@ -60,12 +70,16 @@ class Fleet:
         """Make a fleet with all engines READY.
 
         check: raises EngineError if the engine is not alive. restore: loads the newest weights on one engine, given
-        the addresses of all its nodes. on_down: called with address and reason.
+        the addresses of all its nodes. prove: raises EngineError if a new engine computes otherwise than others.
+        on_down: called with address and reason.
         """
         self.nodes = {url: EngineNode(url) for url in urls}
-        self._check, self._restore, self._on_down = check, restore, on_down
+        self._check, self._restore, self._prove, self._on_down = check, restore, prove, on_down
+        self._watching: asyncio.TaskGroup | None = None
         self._interval_s, self._recovery_timeout_s = interval_s, recovery_timeout_s
         self._changed = asyncio.Condition()
+        self.drained: set[str] = set()
+        """Addresses that get no more requests, also of engines that were removed."""
         self.generation = 0
         """Grows whenever an engine goes down or comes back."""
         self.updating = asyncio.Lock()
@@ -84,9 +98,34 @@ class Fleet:
         nodes = {each for url in urls for each in (url, *self.nodes[url].other_nodes)}
         return [url for url in self.ready() if url in nodes]
 
+    def add(self, url: str) -> None:
+        """Let an engine join, or one that is DRAINED join again: it is READY once it has the newest version."""
+        if (known := self.nodes.get(url)) is not None and known.state is not EngineState.DRAINED:
+            return
+        self.drained.discard(url)
+        self.nodes[url] = EngineNode(url, EngineState.DOWN, "it joins", is_new=True)
+        if known is None and self._watching is not None:
+            self._watching.create_task(self._watch(url), name=f"watch {url}")
+
+    async def drain(self, url: str) -> None:
+        """Send neither requests nor weights to this engine any more; what runs on it goes on."""
+        async with self.updating:  # between two versions
+            for each in (url, *sorted(self.nodes[url].other_nodes)):
+                node = self.nodes[each]
+                node.state, node.reason, node.since = EngineState.DRAINED, "", time.monotonic()
+                self.drained.add(each)
+                self.generation += 1
+        async with self._changed:
+            self._changed.notify_all()
+
+    def forget(self, url: str) -> None:
+        """Remove a DRAINED engine."""
+        assert url in self.drained
+        del self.nodes[url]
+
     async def mark_down(self, url: str, reason: str) -> None:
         """Send no more requests to this engine, and cancel those that run on it."""
-        if self.nodes[url].state is EngineState.DOWN:
+        if self.nodes[url].state is not EngineState.READY:
             return
         await self._mark_down(url, reason)
         for other in sorted(self.nodes[url].other_nodes):
@@ -98,7 +137,7 @@ class Fleet:
         node.state, node.reason, node.since = EngineState.DOWN, reason, time.monotonic()
         self.generation += 1
         logger.warning("engine %s is down: %s; %d of %d are up", url, reason, len(self.ready()), len(self.nodes))
-        for task in tuple(node.requests):
+        for task in tuple(node.requests) if len(self.nodes) > 1 else ():
             task.cancel()
         self._on_down(url, reason)
         async with self._changed:
@@ -106,15 +145,23 @@ class Fleet:
 
     async def watch(self) -> None:
         """Check every engine at intervals, mark dead ones down, and readmit those that answer again."""
-        await asyncio.gather(*(self._watch(node) for node in self.nodes.values()))
+        async with task_group() as self._watching:
+            for url in list(self.nodes):
+                self._watching.create_task(self._watch(url), name=f"watch {url}")
+            await asyncio.Event().wait()
 
-    async def _watch(self, node: EngineNode) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
+    async def _watch(self, url: str) -> None:
+        """Watch an engine until it is forgotten."""
+        while (node := self.nodes.get(url)) is not None:
+            await asyncio.sleep(min(JOIN_S, self._interval_s) if node.is_new else self._interval_s)
+            if node.state is EngineState.DRAINED or self.nodes.get(url) is not node:
+                continue
             try:
-                await self._check(node.url)
+                await self._check(url)
             except EngineError as error:
-                await self.mark_down(node.url, str(error))
+                if node.is_new:
+                    node.reason = str(error)
+                await self.mark_down(url, str(error))
                 continue
             if node.state is EngineState.DOWN:
                 await self._readmit(node)
@@ -134,15 +181,21 @@ class Fleet:
             self.generation += 1
             try:
                 await self._restore(*(each.url for each in together))
+                if node.is_new:
+                    await self._prove(node.url)
             except EngineError as error:
+                if str(error) != node.reason:
+                    logger.warning("engine %s answers, but is not let in: %s", node.url, error)
                 node.reason = str(error)
-                logger.warning("engine %s answers again, but loads no weights: %s", node.url, error)
                 return
+            if self.nodes.get(node.url) is not node or node.state is not EngineState.DOWN:
+                return  # drained or forgotten meanwhile
             self.generation += 1  # calls made meanwhile to the engines that were up did not reach this one
             for each in together:
-                down_s = time.monotonic() - each.since
+                what, down_s = "has joined" if each.is_new else "is back", time.monotonic() - each.since
                 each.state, each.reason, each.since = EngineState.READY, "", time.monotonic()
-                logger.info("engine %s is back after %.1f s", each.url, down_s)
+                each.is_new = False
+                logger.info("engine %s %s after %.1f s", each.url, what, down_s)
         async with self._changed:
             self._changed.notify_all()
 
@@ -170,7 +223,7 @@ class Fleet:
         Raises: http.Transient then, and the errors of the call.
         """
         node = self.nodes.get(url)
-        if node is None or len(self.nodes) == 1:
+        if node is None:
             return await call
         task = asyncio.ensure_future(call)
         node.requests.add(task)

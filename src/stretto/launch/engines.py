@@ -1,0 +1,198 @@
+"""`stretto engines list|add|drain|remove|start RUN ...`: engines that join and leave a run while it goes on.
+
+The wish is a file in RUN/engines, which the run's orchestrator follows, and the answer is read from its ledger:
+so it works from any machine that sees the run's directory. `start` is an engine of this machine that joins, and leaves
+when it is asked to end: by Ctrl-C, or by the SIGTERM of a job that is preempted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from stretto.api.state import runs_here
+from stretto.base.errors import ConfigError, DataError
+from stretto.base.paths import RunDir
+from stretto.base.ports import in_url, open_url
+from stretto.config.load import write_json
+from stretto.config.reading.plain import PlainParser
+from stretto.config.sections.inference import KEY_VAR
+from stretto.launch.control import find_run
+from stretto.launch.queues import engine_key
+from stretto.ledger.reader import LedgerReader
+
+POLL_S = 0.3
+END_S = 30.0
+"""Longest wait for the run to let an engine go, after its replies."""
+WISHES = {"add": "on", "drain": "drained", "remove": "removed"}
+
+
+def engines(words: list[str]) -> int:
+    """Show a run's engines, or have some join or leave and wait until they have; exit status 1 if one has not."""
+    parser = PlainParser("engines", "engines that join and leave a run while it goes on", missing=runs_here)
+    about = "drain: no more requests; remove: and forget it; start: run one here, which joins, and leaves at its end"
+    parser.add_argument("what", choices=["list", *WISHES, "start"], help=about)
+    parser.add_argument("run", type=Path, help="the run's directory")
+    parser.add_argument("urls", nargs="*", metavar="URL", help="addresses, such as http://gpu7:8000")
+    parser.add_argument(
+        "--wait", type=float, default=30.0, metavar="S",
+        help="drain, remove, the end of start: replies that take longer are continued on other engines (30)",
+    )  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="longest wait for the run (600)")
+    parser.add_argument("--host", help="start: this machine's name, if the run is on another one")
+    parser.add_argument("--port", type=int, help="start: where it listens (a free port)")
+    options, rest = parser.parse_known_args(words)
+    run = find_run(options.run)
+    if not run.ledger.exists():
+        raise ConfigError(f"{run} has no engines that join and leave: it is not a run of `rl`")
+    if options.wait < 0:
+        raise ConfigError(f"stretto engines: --wait {options.wait:g}: give 0 or more")
+    if options.what == "start" and not options.urls:
+        return _start(run, options, rest)
+    if rest:
+        parser.parse_args(words)  # raises, with the flag that was meant
+    if options.what in ("list", "start"):
+        if options.urls:
+            raise ConfigError(f"stretto engines {options.what} RUN takes no addresses")
+        _show(fleet_of(run)["engines"])
+        return 0
+    urls = [_checked(url) for url in options.urls]
+    if not urls:
+        raise ConfigError(f"stretto engines {options.what} RUN URL ...: give the address of an engine")
+    known = fleet_of(run)["engines"]
+    if options.what != "add" and (missing := [url for url in urls if url not in known]):
+        raise ConfigError(f"{missing[0]} is no engine of {run}; it has {', '.join(known) or 'none'}")
+    return _ask(run, WISHES[options.what], urls, options.wait, options.timeout)
+
+
+def _start(run: RunDir, options: argparse.Namespace, words: list[str]) -> int:
+    """Run an engine like those of the run, which joins once it is up and leaves before it ends; its exit status."""
+    configs = [run.config("inference"), *sorted(run.configs.glob("inference_*.json"))]
+    if (config := next((path for path in configs if path.exists()), None)) is None:
+        raise ConfigError(f"{run} has not started engines itself; start one as you started them, and add its address")
+    port = options.port or _unused_port()
+    command = [sys.executable, "-m", "stretto", "inference", "@", str(config), "--server.port", str(port)]
+    command += [] if options.host is None else ["--server.host", "0.0.0.0"]
+    env = dict(os.environ) | ({} if (key := engine_key(run)) is None else {KEY_VAR: key})
+    url = f"http://{in_url(options.host or '127.0.0.1')}:{port}"
+    is_asked = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: is_asked.set())
+    # A session of its own: Ctrl-C is for this process, which first lets the replies that it plays end elsewhere.
+    engine = subprocess.Popen([*command, *words], env=env, start_new_session=True)
+    try:
+        while engine.poll() is None and not is_asked.is_set() and not _is_up(url):
+            is_asked.wait(POLL_S)
+        if engine.poll() is None and not is_asked.is_set():
+            _wish(run, "on", [url], options.wait)
+            sys.stdout.write(f"{url}: up; it joins (stretto engines list {run})\n")
+            sys.stdout.flush()
+            while engine.poll() is None and not is_asked.wait(POLL_S):
+                pass
+            if engine.poll() is None:
+                _ask(run, "removed", [url], options.wait, options.wait + END_S)
+            else:
+                _wish(run, "removed", [url], 0.0)
+    finally:
+        if engine.poll() is None:
+            engine.terminate()
+    code = engine.wait()
+    return 0 if is_asked.is_set() else code or 1
+
+
+def _is_up(url: str) -> bool:
+    try:
+        with open_url(urllib.request.Request(f"{url}/health"), POLL_S * 10):
+            return True
+    except OSError:
+        return False
+
+
+def _unused_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return int(sock.getsockname()[1])
+
+
+def _wish(run: RunDir, state: str, urls: list[str], wait_s: float) -> float:
+    """Write what shall become of these engines; when it was asked."""
+    asked_at = time.time()
+    run.engines.mkdir(exist_ok=True)
+    for url in urls:
+        wish = {"url": url, "state": state, "wait_s": wait_s, "asked_at": asked_at}
+        write_json(run.engine_wish(quote(url, safe="")), wish)
+    return asked_at
+
+
+def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: float) -> int:
+    """Write the wish, and wait until each engine is in that state, or was refused."""
+    asked_at = _wish(run, state, urls, wait_s)
+    is_done: Callable[[dict[str, Any] | None], bool] = {
+        "on": lambda node: node is not None and node["state"] == "ready",
+        "drained": lambda node: node is None or node["state"] == "drained",
+        "removed": lambda node: node is None,
+    }[state]
+    left, deadline, last = dict.fromkeys(urls), time.monotonic() + timeout_s, ""
+    code = 0
+    while left:
+        fleet = fleet_of(run)
+        for url in list(left):
+            node, refusal = fleet["engines"].get(url), fleet["refused"].get(url)
+            if refusal is not None and fleet["at"] >= asked_at:
+                sys.stderr.write(f"error: {url}: {refusal}\n")
+                code = 1
+            elif not is_done(node):
+                if node is not None and node["reason"] and (text := f"{url}: {node['reason']}") != last:
+                    sys.stdout.write(f"{text}\n")
+                    last = text
+                continue
+            else:
+                sys.stdout.write(f"{url}: {'removed' if node is None else node['state']}\n")
+            del left[url]
+        if left and time.monotonic() > deadline:
+            why = f"; is the run going on? `stretto status {run}` tells" if fleet["at"] < asked_at else ""
+            sys.stderr.write(f"error: after {timeout_s:g} s not yet: {', '.join(left)}{why}\n")
+            return 1
+        time.sleep(POLL_S if left else 0)
+    return code
+
+
+def fleet_of(run: RunDir) -> dict[str, Any]:
+    """The newest state of a run's engines, by address: `engines`, `refused`, and when it was recorded, `at`."""
+    try:
+        with LedgerReader(run) as ledger:
+            newest = ledger.rows("SELECT at, data FROM events WHERE kind = 'fleet' ORDER BY id DESC LIMIT 1")
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    return {"engines": {}, "refused": {}, "at": 0.0} | ({"at": newest[0]["at"], **newest[0]["data"]} if newest else {})
+
+
+def _show(engines: dict[str, Any]) -> None:
+    if not engines:
+        sys.stdout.write("no engine is known yet\n")
+    for url, node in engines.items():
+        reason = f": {node['reason']}" if node["reason"] else ""
+        sys.stdout.write(f"{url}  {node['state']}{reason}\n")
+
+
+def _checked(url: str) -> str:
+    """The root of an address. Raises: ConfigError if it is none."""
+    parts = urlsplit(url)
+    try:
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:  # a port that is no number
+        is_address = False
+    if not is_address:
+        raise ConfigError(f"stretto engines: {url!r} is no address of an engine; write it as http://gpu7:8000")
+    return url.rstrip("/").removesuffix("/v1")

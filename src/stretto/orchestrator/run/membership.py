@@ -1,0 +1,76 @@
+"""Engines that join and leave while a run goes on, as `stretto engines` asks for in RUN/engines.
+
+There is a file per address: {"url": "http://host:8000", "state": "on" | "drained" | "removed", "wait_s": 30.0, ...}.
+What came of it, and every other change of an engine's state, is an event `fleet` of the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from stretto.base.errors import EngineError
+from stretto.base.files import read_json
+from stretto.orchestrator.run.parts import RunParts
+from stretto.transports.engine.fleet import EngineNode, EngineState
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""Interval at which wishes are read."""
+
+
+class Membership:
+    """Follows the wishes of a run's file."""
+
+    def __init__(self, run: RunParts) -> None:
+        self._run, self._engines = run, run.engines
+        self._applied: dict[str, Any] = {}
+        self._refused: dict[str, str] = {}
+        self._recorded: dict[str, Any] = {}
+
+    def update(self, tasks: asyncio.TaskGroup) -> None:
+        """Apply each new wish, in a task of the group, and record how the fleet has changed."""
+        for wish in _wishes(self._run.run_dir.engines):
+            if self._applied.get(url := wish["url"]) != wish:
+                self._applied[url] = wish
+                self._refused.pop(url, None)
+                tasks.create_task(self._apply(url, wish), name=f"engine {url}")
+        self._record()
+
+    async def _apply(self, url: str, wish: dict[str, Any]) -> None:
+        nodes = self._engines.fleet.nodes
+        try:
+            if wish["state"] == "on":
+                self._engines.add_engine(url)
+                return
+            if url in nodes:
+                await self._engines.drain_engine(url, wish["wait_s"])
+                if wish["state"] == "removed":
+                    self._engines.forget_engine(url)
+        except EngineError as error:
+            logger.warning("engine %s stays: %s", url, error)
+            self._refused[url] = str(error)
+
+    def _record(self) -> None:
+        def shown(node: EngineNode) -> dict[str, Any]:
+            is_leaving = node.state is EngineState.DRAINED and bool(node.requests)
+            return {"state": "leaving" if is_leaving else node.state.value, "reason": node.reason}
+
+        engines = {url: shown(node) for url, node in self._engines.fleet.nodes.items()}
+        if (now := {"engines": engines, "refused": dict(self._refused)}) != self._recorded:
+            self._recorded = now
+            self._run.ledger.event("fleet", now)
+
+
+def _wishes(directory: Path) -> list[dict[str, Any]]:
+    """Those of all files that are whole."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return []
+    found = [read_json(directory / name) for name in names if name.endswith(".json")]
+    return [wish for wish in found if {"url", "state", "wait_s"} <= wish.keys()]

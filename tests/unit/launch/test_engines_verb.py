@@ -1,0 +1,91 @@
+"""`stretto engines`: what is refused, and what the ledger answers; tests/e2e/test_engines.py asks a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto.launch.engines import engines
+from stretto.ledger import Ledger
+
+URL = "http://gpu7:8000"
+
+
+def fleet(**states: str) -> dict[str, Any]:
+    return {"engines": {f"http://{host}:8000": {"state": state, "reason": ""} for host, state in states.items()}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.configs.mkdir(parents=True)
+    ledger = Ledger(run)
+    ledger.run_started({})
+    ledger.event("fleet", fleet(gpu1="ready") | {"refused": {}})
+    ledger.close()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["add", "RUN"], "give the address of an engine"),
+        (["add", "RUN", "gpu7:8000"], "'gpu7:8000' is no address of an engine; write it as http://gpu7:8000"),
+        (["add", "RUN", "http://gpu7:port"], "is no address"),
+        (["drain", "RUN", URL], "http://gpu7:8000 is no engine of .*; it has http://gpu1:8000"),
+        (["drain", "RUN", "http://gpu1:8000", "--wait", "-1"], "--wait -1: give 0 or more"),
+        (["list", "RUN", URL], "list RUN takes no addresses"),
+        (["start", "RUN", URL], "start RUN takes no addresses"),
+        (["start", "RUN"], "has not started engines itself"),
+        (["add", "RUN", URL, "--wayt", "1"], "did you mean --wait"),
+        (["grow", "RUN", URL], "add, drain, remove"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_and_nothing_is_written(run: RunDir, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engines([str(run) if word == "RUN" else word for word in words])
+    assert not run.engines.exists()
+
+
+def test_a_run_without_a_ledger_has_no_engines(tmp_path: Path) -> None:
+    RunDir(tmp_path).configs.mkdir()
+    with pytest.raises(ConfigError, match="not a run of `rl`"):
+        engines(["list", str(tmp_path)])
+
+
+def test_a_run_that_does_not_answer_is_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert engines(["add", str(run), URL, "--timeout", "0.2"]) == 1
+    assert "stretto status" in capsys.readouterr().err
+    [wish] = [json.loads(path.read_text()) for path in run.engines.iterdir()]
+    assert (wish["url"], wish["state"]) == (URL, "on")
+
+
+@pytest.mark.parametrize(
+    ("what", "then", "refused", "code"),
+    [("add", {"gpu1": "ready", "gpu7": "ready"}, {}, 0), ("remove", {}, {}, 0), ("drain", {"gpu1": "ready"}, "no", 1)],
+)
+def test_the_answer_is_what_the_ledger_says(
+    run: RunDir, capsys: pytest.CaptureFixture[str], what: str, then: dict[str, str], refused: Any, code: int
+) -> None:
+    url = URL if what == "add" else "http://gpu1:8000"
+
+    def answer() -> None:
+        while not run.engines.exists() or not list(run.engines.glob("*.json")):
+            time.sleep(0.01)
+        ledger = Ledger(run)
+        ledger.event("fleet", fleet(**then) | {"refused": {url: refused} if refused else {}})
+        ledger.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert engines([what, str(run), url, "--timeout", "30"]) == code
+    thread.join()
+    out, err = capsys.readouterr()
+    assert (url in out) == (code == 0) and (f"{url}: no" in err) == (code == 1)
