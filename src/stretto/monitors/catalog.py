@@ -133,6 +133,19 @@ inference/num_preemptions | requests | Requests preempted for lack of cache, sin
 """),
     ),
     Part(
+        "Budget",
+        ("orchestrator", "sft"),
+        "What the run has used, and how far its `[budget]` goes.",
+        _rows("""
+budget/hours | h | Hours of the run over all its starts. | The bounds are `[budget]`, see [steering](steering.md).
+budget/tokens | tokens | Tokens of trained batches, prompts included, over all starts.
+budget/sampled_tokens | tokens | Tokens sampled in rollouts that have ended, trained or not, over all starts.
+budget/cost | price | What that costs, if something has a price.
+budget/share | 0 to 1 | Part of the budget that is used: of its bounds, the one that is nearest.
+budget/last_step | step | The step with which the budget would end the run, if the coming steps are as the last 20.
+"""),
+    ),
+    Part(
         "Learning",
         ("trainer", "orchestrator", "sft"),
         "From forward and backward passes, as means over all ranks. `sft` has those that need no reward. "

@@ -37,7 +37,9 @@ from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.ledger import Ledger, Limits
 from stretto.ledger.reader import LedgerReader
+from stretto.ledger.writer import USED
 from stretto.monitors.base import build_monitors
+from stretto.monitors.purse import Purse
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch import cost_of_model
 from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
@@ -70,7 +72,7 @@ from stretto.orchestrator.rollout.teacher import (
 )
 from stretto.orchestrator.run.loop import Loop
 from stretto.orchestrator.run.parts import RunParts
-from stretto.orchestrator.state.resume import prepare_cursor, starting_point, with_fingerprints
+from stretto.orchestrator.state.resume import prepare_cursor, starting_point, used_before, with_fingerprints
 from stretto.orchestrator.state.run_checkpoint import Progress, summary_of
 from stretto.orchestrator.tasks.difficulty import Curriculum, DifficultyPools
 from stretto.orchestrator.tasks.order import TaskMix
@@ -104,6 +106,7 @@ def claim_part(cfg: OrchestratorConfig) -> AbstractContextManager[None]:
 async def run(cfg: OrchestratorConfig) -> int:
     """Build everything, train, and write the summary."""
     progress = starting_point(cfg)
+    Purse(cfg.budget, used_before(cfg.run_dir, progress)).check()
     if cfg.tokenizer.name is not None or cfg.model.scratch is None:
         fetch(cfg.tokenizer.name or cfg.model.name, has_weights=False)
     renderer = build_policy_renderer(cfg)
@@ -121,9 +124,11 @@ async def run(cfg: OrchestratorConfig) -> int:
         stack.enter_context(warn_when_blocked())
         await stack.enter_async_context(collect_on_growth())
         progress = await loop.run()
+        loop.parts.ledger.event(USED, loop.parts.purse.used.as_dict())  # also the time since the last step
     if (verdict := loop.verdict) is not None:
         report("note", text=verdict)
     summary = summary_of(progress, max_steps=cfg.max_steps, stopped_because=loop.stopped_because, verdict=verdict)
+    summary |= {"used": loop.parts.purse.summary()}
     cfg.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")
     report("summary", **summary)
     logger.info("done steps=%d in %.1fs: %s", progress.step, progress.wall_s, cfg.run_dir.summary)
@@ -246,13 +251,8 @@ def build_loop(
     stack.callback(monitors.close)
     loading: Any = AbsentEngines() if cfg.debug == "rollouts" else wires.engines
     versions = build_versions(cfg, loading, ledger, start=progress.step)
-    watch = Watch(
-        cfg.stall_timeout_s,
-        run_dir.dumps,
-        lambda: {**buffer.gauges(), "versions_waiting": versions.num_waiting, "trained": progress.step},
-        role="orchestrator",
-    )
-    stack.enter_context(watch)
+    watch = stack.enter_context(build_watch(cfg, run_dir, buffer, versions, progress))
+    purse = Purse(cfg.budget, used_before(run_dir, progress), clock=asyncio.get_running_loop().time)
     parts = RunParts(
         cfg=cfg,
         run_dir=run_dir,
@@ -277,8 +277,21 @@ def build_loop(
         teachers=build_teachers(cfg, wires, envs, renderer, user_code.info.models),
         spendings=spendings_of(user_code.info.models, run_dir),
         vocab_size=vocab_size,
+        purse=purse,
     )
     return Loop(parts)
+
+
+def build_watch(
+    cfg: OrchestratorSection, run_dir: RunDir, buffer: Buffer, versions: VersionLoader, progress: Progress
+) -> Watch:
+    """Build what notices that a run stalls."""
+    return Watch(
+        cfg.stall_timeout_s,
+        run_dir.dumps,
+        lambda: {**buffer.gauges(), "versions_waiting": versions.num_waiting, "trained": progress.step},
+        role="orchestrator",
+    )
 
 
 def spendings_of(models: Mapping[str, ChatModel], run_dir: RunDir) -> tuple[Spending, ...]:

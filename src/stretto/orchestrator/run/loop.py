@@ -46,6 +46,10 @@ from stretto.records.control import (
 
 logger = logging.getLogger(__name__)
 
+BUDGET_INTERVAL_S = 30.0
+"""The longest between two looks at what frozen models cost; times are known ahead."""
+CLOCK_SLACK_S = 0.01
+
 
 class CheckpointWriter:
     """The checkpoints that the trainer has begun and not yet saved."""
@@ -84,11 +88,11 @@ class Loop:
         self.parts, self.cfg, self.buffer, self.progress = run, run.cfg, run.buffer, run.progress
         self.start = run.progress.step
         self._pipeline = GroupPipeline(run)
-        self._shipper = BatchShipper(run)
+        self._shipper = BatchShipper(run, self._end_early)
         self._checkpoints = CheckpointWriter(run)
         self._best = BestKeeper(run.run_dir, self.start)
         self.stopped_because: str | None = None
-        """Why the run ended before its last step, if early_stop or the cost of a model ended it."""
+        """Why the run ended before its last step, if early_stop, its budget or the cost of a model ended it."""
         for spending in run.spendings:
             spending.stop = self._end_early
         self._limit = build_limit(run.cfg, run.buffer)
@@ -119,6 +123,7 @@ class Loop:
                 tasks.create_task(self.parts.engines.watch(), name="watch_engines"),
                 tasks.create_task(self.adapt_concurrency(), name="adapt_concurrency"),
                 tasks.create_task(self.record_engines(), name="record_engines"),
+                tasks.create_task(self.watch_budget(), name="watch_budget"),
             ]
             if self.cfg.debug is None:
                 background.append(tasks.create_task(self.follow_membership(), name="follow_membership"))
@@ -242,6 +247,14 @@ class Loop:
             while True:
                 membership.update(tasks)
                 await asyncio.sleep(POLL_S)
+
+    async def watch_budget(self) -> None:
+        """End the run when time brings it to a bound of its budget, also while a batch is played."""
+        purse = self.parts.purse
+        while purse.has_bounds and not self.was_stopped:
+            if (reason := purse.excess()) is not None:
+                self._end_early(reason)
+            await asyncio.sleep(min(purse.seconds_left(), BUDGET_INTERVAL_S) + CLOCK_SLACK_S)
 
     def _begin_drawing(self, tasks: asyncio.TaskGroup) -> None:
         """Draw and play groups from now on: the first version is loaded."""
@@ -385,10 +398,16 @@ class Loop:
     async def _on_step_done(self, done: StepDone) -> None:
         if done.step != self.progress.step + 1 or done.step not in self._shipper.rows:
             raise WireError(f"the trainer finished step {done.step} after step {self.progress.step}")
-        self.parts.ledger.step_trained(done.step, done.metrics)
-        self._reports.report(done, self._shipper.rows.pop(done.step))
+        row, purse = self._shipper.rows.pop(done.step), self.parts.purse
+        models_cost = sum(each.cost for each in self.parts.spendings)
+        row.metrics |= purse.end_step(done.step, row.num_batch_tokens, row.num_played_tokens, models_cost)
+        self.parts.ledger.step_trained(done.step, done.metrics, purse.saved)
+        self._reports.report(done, row)
         if self._best.wanted is not None:
             self._best.keep_if_there()
+        self._shipper.step_done.set()
+        if purse.has_bounds and done.step != self.cfg.max_steps and (reason := purse.excess()) is not None:
+            self._end_early(reason)
         async with self._trainer_changed:
             self._trainer_changed.notify_all()
 
