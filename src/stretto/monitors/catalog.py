@@ -160,11 +160,18 @@ mismatch_kl/mean | nats per token | How far the trainer's log-probabilities of s
     engine's (k3 estimate); staleness is part of it. | Runs that learn stay below 0.03; above 0.3 the run
     warns: a learning rate that is far too high, or other numerics.
 mismatch_kl/max | nats | The largest value of one token. | Single large values are normal.
-ess/token | 0 to 1 | Effective sample size of the batch by tokens, (sum r)^2 / (n sum r^2), with r the ratio of trained
+ess/tokens | 0 to 1 | Effective sample size of the batch by tokens, (sum r)^2 / (n sum r^2), with r the ratio of trained
     policy and sampler. | 1 where no token is older than the policy; the further the policy has moved, the lower.
-ess/sample | 0 to 1 | The same by samples, whose r is the product over their tokens. | Below 0.3 there is a warning, if
-    that of tokens is below 0.9 too. It falls with the length of replies.
+ess/rollouts | 0 to 1 | The same by trained branches of rollouts, whose r is the product over their tokens. |
+    Below 0.3 there is a warning, if that of tokens is below 0.9 too. It falls with the length of replies.
 mismatch_kl/<env>/mean | nats per token | The same per environment, if there are several.
+age/<versions> | 0 to 1 | Sampled tokens of this age: the trained version minus the oldest one whose cache the
+    token may have read, that of its rollout's first token. | Ages are 0, 1, 2, 3-4, 5-8 and 9+.
+mismatch_kl/age/<versions> | nats per token | `mismatch_kl/mean` of the tokens of this age. | At age 0 it is the
+    numerics of trainer and engine alone; what later ages have more is the policy's way since then.
+ess/tokens/age/<versions> | 0 to 1 | `ess/tokens` of the tokens of this age.
+ess/rollouts/age/<versions> | 0 to 1 | `ess/rollouts` of the branches of this age. | Where it is near 0 the run is
+    too far ahead: lower `max_async_level` or `max_off_policy_steps`.
 is_masked/mean | 0 to 1 | Tokens whose gradient the loss's bounds removed. | Above 0.2 steps are too large or
     data too old.
 is_masked_low/mean | 0 to 1 | The part of them that became too unlikely.

@@ -7,6 +7,7 @@ between two starts of a run does not count, and a run that is killed loses what 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -145,7 +146,7 @@ class Purse:
     def spent_after(self, num_steps: int, num_tokens: int) -> Used:
         """What is expected to be used once num_steps, of num_tokens in all, that are under way are trained."""
         used, recent = self.used, list(self._steps)[-LATEST - 1 :]
-        longest = max((b.seconds - a.seconds for (_, a), (_, b) in zip(recent, recent[1:])), default=0.0)
+        longest = max((b.seconds - a.seconds for (_, a), (_, b) in itertools.pairwise(recent)), default=0.0)
         since = used.seconds - recent[-1][1].seconds
         ahead_s = max(longest * num_steps - since, 0.0)
         return replace(used, seconds=used.seconds + ahead_s, trained=used.trained + num_tokens)

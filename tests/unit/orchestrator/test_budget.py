@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -67,7 +68,7 @@ def test_costs_are_the_prices_of_hours_and_tokens(tmp_path):
     for row in rows:
         tokens = row["budget/tokens"] + row["budget/sampled_tokens"]
         assert row["budget/cost"] == pytest.approx(36.0 * row["budget/hours"] + tokens / 1e3)
-    step = max(b["budget/cost"] - a["budget/cost"] for a, b in zip(rows, rows[1:], strict=False))
+    step = max(b["budget/cost"] - a["budget/cost"] for a, b in itertools.pairwise(rows))
     assert abs(rows[-1]["budget/cost"] - 3.0) <= step and "budget.max_cost = 3" in loop.stopped_because
 
 

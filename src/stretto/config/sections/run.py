@@ -28,8 +28,7 @@ class ColocateSection(Section):
 
 
 class PricesSection(Section):
-    """What a run pays for, in any one currency. Frozen models have prices of their own, models.NAME.client.*_price, which
-    count too."""
+    """What a run pays for, in any one currency. Frozen models have prices of their own, which count too."""
 
     hour: float = Field(0.0, ge=0)
     """Price of an hour of everything that the run holds: all its machines together."""
