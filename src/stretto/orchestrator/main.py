@@ -31,7 +31,7 @@ from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.algorithm import CustomAlgo, RaeAlgo
 from stretto.config.sections.curriculum import DifficultySampler
 from stretto.config.sections.distill import OpdAlgo, OpsdAlgo, SftAlgo
-from stretto.config.sections.orchestrator import OrchestratorSection
+from stretto.config.sections.orchestrator import OrchestratorSection, SteeringSection
 from stretto.data.hub_model import fetch, find_config
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
@@ -72,6 +72,7 @@ from stretto.orchestrator.rollout.teacher import (
 )
 from stretto.orchestrator.run.loop import Loop
 from stretto.orchestrator.run.parts import RunParts
+from stretto.orchestrator.run.steering import EVENT as STEERING
 from stretto.orchestrator.state.resume import prepare_cursor, starting_point, used_before, with_fingerprints
 from stretto.orchestrator.state.run_checkpoint import Progress, summary_of
 from stretto.orchestrator.tasks.difficulty import Curriculum, DifficultyPools
@@ -455,12 +456,13 @@ def load_rollout_function(cfg: OrchestratorSection, key: str | None) -> UserRoll
 
 def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     """The buffer's bounds, from the config; start: the step after which this incarnation begins."""
+    level = None if cfg.steering is None else steered_level(cfg, cfg.steering)
     factor = cfg.oversampling_factor
     oversampled = None if factor is None else int(factor * cfg.batch_size)
     limits = [limit for limit in (cfg.max_inflight_rollouts, oversampled) if limit is not None]
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,
-        max_async_level=cfg.max_async_level,
+        max_async_level=cfg.max_async_level if level is None else level,
         max_off_policy_steps=cfg.max_off_policy_steps,
         max_running_groups=min(limits) // cfg.group_size if limits else None,
         max_oversampling=cfg.max_oversampling,
@@ -474,6 +476,13 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
         sync_interval=cfg.sync_interval,
         first_version=start,
     )
+
+
+def steered_level(cfg: OrchestratorConfig, section: SteeringSection) -> int:
+    """The level at which steering goes on, or begins."""
+    with LedgerReader(cfg.run_dir) as reader:
+        decided = [event["data"]["level"] for event in reader.events(STEERING)]
+    return min(max((decided or [cfg.max_async_level])[-1], section.min_level), section.max_level)
 
 
 # -- ending --

@@ -29,6 +29,8 @@ from stretto.orchestrator.run.membership import POLL_S, Membership
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.pipeline import GroupPipeline
 from stretto.orchestrator.run.ship import ENGINE_LOADS_INTERVAL_S, BatchShipper, engine_loads, engine_metrics
+from stretto.orchestrator.run.steering import EVENT as STEERING
+from stretto.orchestrator.run.steering import Steering
 from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.records.control import (
@@ -96,6 +98,9 @@ class Loop:
         for spending in run.spendings:
             spending.stop = self._end_early
         self._limit = build_limit(run.cfg, run.buffer)
+        self._steering = (
+            None if run.cfg.steering is None else Steering(run.cfg.steering, run.buffer.bounds.max_async_level)
+        )
         self._reports = telemetry.StepReports(run, self._limit)
         self._is_stopping = asyncio.Event()
         self._interrupting: asyncio.Task[None] | None = None
@@ -406,10 +411,27 @@ class Loop:
         if self._best.wanted is not None:
             self._best.keep_if_there()
         self._shipper.step_done.set()
+        if self._steering is not None:
+            self._steer(done, row)
         if purse.has_bounds and done.step != self.cfg.max_steps and (reason := purse.excess()) is not None:
             self._end_early(reason)
         async with self._trainer_changed:
             self._trainer_changed.notify_all()
+
+    def _steer(self, done: StepDone, row: telemetry.StepRow) -> None:
+        """Choose how far generation may be ahead, after a step."""
+        steering, now, shipper = self._steering, asyncio.get_running_loop().time(), self._shipper
+        assert steering is not None, "the caller has looked"
+        waited_s, shipper.trained_at = shipper.waited_s.pop(done.step, 0.0), now
+        decision = steering.add_step(done.step, now, row.num_tokens, done.metrics, waited_s)
+        if decision is None:
+            return
+        self.parts.ledger.event(STEERING, decision.as_dict())
+        self.parts.monitors.log(done.step, {"steering/effective_tokens_per_s": decision.effective_tokens_per_s})
+        logger.info("%s", decision)
+        if decision.level != decision.level_before:
+            report("note", text=str(decision))
+            self.buffer.set_async_level(decision.level)
 
     # -- the end --
 
