@@ -4,7 +4,7 @@
 
 A network of 0.13M parameters is warmed up on solved tasks of `reverse-text` (`sft`), then trained by `rl` with every
 arm: the same rollouts per step and the same steps, with `max_async_level` 1 (the control) or 8. Figures are the reward
-of held-out tasks, sampled, before and after. The second-moment constraint is a loss of this file, given as a user would.
+of held-out tasks, sampled, before and after. The second-moment constraint is a loss of this file, as a user's would be.
 """
 
 from __future__ import annotations
