@@ -482,7 +482,8 @@ def steered_level(cfg: OrchestratorConfig, section: SteeringSection) -> int:
     """The level at which steering goes on, or begins."""
     with LedgerReader(cfg.run_dir) as reader:
         decided = [event["data"]["level"] for event in reader.events(STEERING)]
-    return min(max((decided or [cfg.max_async_level])[-1], section.min_level), section.max_level)
+    level = int(decided[-1]) if decided else cfg.max_async_level
+    return min(max(level, section.min_level), section.max_level)
 
 
 # -- ending --
