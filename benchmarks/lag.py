@@ -1,6 +1,6 @@
 """What keeps the gain when rollouts are eight steps old: losses and rates on one task, against level 1 as the control.
 
-    python benchmarks/lag.py [--seeds 21 22 23] [--steps 50] [--only ARM ...] [--rows FILE]
+    python benchmarks/lag.py [--quick] [--seeds 21 22 23] [--steps 50] [--only ARM ...] [--rows FILE]
 
 A network of 0.13M parameters is warmed up on solved tasks of `reverse-text` (`sft`), then trained by `rl` with every
 arm: the same rollouts per step and the same steps, with `max_async_level` 1 (the control) or 8. Figures are the reward
@@ -63,7 +63,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--only", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
     parser.add_argument("--rows", type=Path, help="a file that keeps the runs that are done")
+    parser.add_argument("--quick", action="store_true", help="10 steps of one seed and two arms: do they run?")
     args = parser.parse_args()
+    if args.quick:
+        args.seeds, args.steps, args.only = args.seeds[:1], 10, ["level 1, default", "level 8, second moment"]
     algorithms.ENV["PYTHONPATH"] = f"{Path(__file__).resolve().parent}:{algorithms.ENV['PYTHONPATH']}"
     done = algorithms.Done(args.rows)
     found: dict[str, list[dict]] = {name: [] for name in args.only}

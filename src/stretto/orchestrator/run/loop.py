@@ -20,6 +20,7 @@ import time
 from stretto.base.aio import task_group
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, WireError
 from stretto.base.status import DEVICES_FREE, is_supervised, report
+from stretto.config.sections.orchestrator import EvalSection
 from stretto.orchestrator.eval.best import BestKeeper, best_of
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
@@ -282,7 +283,7 @@ class Loop:
             version = await self.parts.versions.load_next()
             self.parts.watch.progress(f"version {version} loaded")
             sending = asyncio.create_task(self._announce_loaded(version))
-            is_due = self._should_evaluate(version)
+            is_due = self.cfg.eval is not None and self._should_evaluate(self.cfg.eval, version)
             if self.parts.curriculum.pools:
                 self.parts.curriculum.advance(version)
             if is_due and self.cfg.max_async_level == 0:  # synchronous: an eval runs alone
@@ -303,10 +304,10 @@ class Loop:
             self._announced_version = version
             self._trainer_changed.notify_all()
 
-    def _should_evaluate(self, version: int) -> bool:
+    def _should_evaluate(self, section: EvalSection, version: int) -> bool:
         if self.was_stopped or version in self.progress.sampled:
             return False
-        return self.cfg.eval is not None and self.cfg.eval.is_due(version, end=self.cfg.max_steps)
+        return section.is_due(version, end=self.cfg.max_steps)
 
     async def evaluate(self, version: int) -> None:
         """Evaluate the loaded version on held-out tasks; the next version waits for it."""
