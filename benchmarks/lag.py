@@ -27,8 +27,10 @@ RATE = 1e-3
 SECOND_MOMENT = "--trainer.loss.type custom --trainer.loss.import-path lag:second_moment"
 ARMS = {
     "level 1, default": "--trainer.loss.type default",
+    "level 1, default, 1.5 times the rate": f"--trainer.loss.type default --trainer.optim.lr {1.5 * RATE}",
     "level 8, default": f"{LEVEL_8} --trainer.loss.type default",
     "level 8, default, half the rate": f"{LEVEL_8} --trainer.loss.type default --trainer.optim.lr {RATE / 2}",
+    "level 8, default, 1.5 times the rate": f"{LEVEL_8} --trainer.loss.type default --trainer.optim.lr {1.5 * RATE}",
     "level 8, ppo": f"{LEVEL_8} {algorithms.LOSSES['ppo']}",
     "level 8, second moment": f"{LEVEL_8} {SECOND_MOMENT}",
     "level 8, second moment, half the rate": f"{LEVEL_8} {SECOND_MOMENT} --trainer.optim.lr {RATE / 2}",
