@@ -34,8 +34,11 @@ from stretto.config.sections.monitors import MonitorsSection
 from stretto.data.hub_model import find_local, look_up, size
 from stretto.launch.launchers import launcher_of
 from stretto.launch.plan.models import with_model_names
+from stretto.monitors.purse import Purse, Used, used_by_metrics
 from stretto.orchestrator.dry_run import FirstTask, preview, shorter_by_phrases
 from stretto.orchestrator.lengths import Limit, limits_of, smallest
+from stretto.orchestrator.state.resume import used_before
+from stretto.orchestrator.state.run_checkpoint import Progress
 
 WIDTH = 118
 PROMPT_LINES = 14
@@ -63,13 +66,24 @@ def rl(cfg: RLConfig) -> str:
     models = [*_model(cfg.model, missing), *_renderer(renderer), *_other_models(cfg), *_weights(cfg)]
     models += [("engine", text) for text in foreign_engines(cfg)]
     rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors, is_fed_here=cfg.ray is None)]
-    rows += service
+    rows += [*service, *_budget(cfg, lambda: used_before(cfg.run_dir, Progress()))]
     rows += [("router", f"NOT READY: {router}")] if router else []
     rows += _images(cfg.model) if cfg.inference is None else []
     changed = changes(cfg.run_dir.config("run"), cfg, plan.config) if cfg.resume and cfg.resume.dir is None else []
     lines = "".join(textwrap.shorten(f"changed: {line}", WIDTH, placeholder=" ...") + "\n" for line in changed)
     written = f"{_run_directory(cfg)}\n{lines}its configs and commands are in {directory / 'configs'} and plan.json"
     return _screen(rows, _first_tasks(tasks), table(plan), written, job(cfg))
+
+
+def _budget(cfg: RLConfig | SFTConfig, used: Callable[[], Used]) -> Rows:
+    """The bounds of the run's budget; used: what its earlier starts have used.
+
+    Raises: ConfigError if a run that is resumed has reached one.
+    """
+    is_resumed = cfg.resume is not None and cfg.resume.dir is None
+    purse = Purse(cfg.budget, used() if is_resumed else Used())
+    purse.check()
+    return [("budget", str(purse))] if purse.has_bounds else []
 
 
 def _service(cfg: RLConfig) -> Rows:
@@ -136,11 +150,12 @@ def sft(cfg: SFTConfig) -> str:
     devices = f"GPU {','.join(gpus)}" if gpus else f"CPU, {_threads(cfg.num_threads)}"
     devices = "the nodes below" if is_wide else devices
     lengths = {"steps": cfg.max_steps, "epochs": cfg.max_epochs}
+    budget = _budget(cfg, lambda: used_by_metrics(cfg.run_dir.metrics("sft")))
     length = [f"{count} {unit}" for unit, count in lengths.items() if count]
     ranks = f"sft  {cfg.num_ranks} rank{'s' * (cfg.num_ranks != 1)} on {devices}"
     trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
     rows = [*_model(cfg.model, missing), *_renderer(renderer), *_weights(cfg)]
-    rows += [*_code(checked), *_monitors(cfg.monitors, is_fed_here=cfg.ray is None)]
+    rows += [*_code(checked), *_monitors(cfg.monitors, is_fed_here=cfg.ray is None), *budget]
     nodes = table(cfg) if is_wide else ""
     return _screen(rows, example, f"{ranks}; {trains}", nodes, _run_directory(cfg), job(cfg))
 

@@ -66,7 +66,7 @@ def _bench_training(cfg: RLConfig | SFTConfig, given: Shape) -> dict[str, Any]:
     run = RunDir(cfg.output_dir.expanduser().absolute() / f"bench-{verb}")
     data = only_given(cfg, dump(cfg))
     shape: dict[str, Any] = {"model": cfg.model.name if cfg.model.scratch is None else "from scratch"}
-    data |= {"max_steps": given.steps, "ckpt": None, "resume": None, "monitors": {}}
+    data |= {"max_steps": given.steps, "ckpt": None, "resume": None, "monitors": {}, "budget": None}
     data |= {"output_dir": str(run.path.parent), "run": {"name": run.path.name}}
     with tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder:
         file = Path(folder) / f"{verb}.json"

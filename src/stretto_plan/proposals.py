@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from stretto.base.errors import StrettoError
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.orchestrator.run.steering import ladder
 from stretto_plan.costs import Costs
 from stretto_plan.memory import all_memory, trainer_memory
 from stretto_plan.setup import Setup, with_config
@@ -75,6 +76,34 @@ def propose(
         if gain >= max(LEAST_GAIN, math.hypot(before.spread, times.spread)) or not fits_now:
             found.append(Proposal(words, times.step_s, times.staleness_p95, gain, _peak(setup)))
     return sorted(found, key=lambda proposal: -proposal.gain)
+
+
+def steered(costs: Costs, workload: Workload, *, steps: int) -> dict[int, Times]:
+    """The times of a run at each level that its steering may choose; the last one is where it settles.
+
+    It climbs as long as a level earns min_gain over the one below. A plan knows no effective sample sizes: all are 1.
+    """
+    section = costs.setup.rl.orchestrator.steering
+    assert section is not None, "the caller has looked"
+    found: dict[int, Times] = {}
+    for level in ladder(section.min_level, section.max_level):
+        times = simulate(at_level(costs, level), workload, steps=steps)
+        if found:
+            below = max(found)
+            wanted = section.min_gain * (level - below)
+            if times.tokens_per_s / found[below].tokens_per_s - 1 < wanted:
+                return found
+        found[level] = times
+        if times.trainer_idle <= section.min_wait:
+            return found
+    return found
+
+
+def at_level(costs: Costs, level: int) -> Costs:
+    """The costs of the run at a fixed max_async_level, without steering."""
+    rl = costs.setup.rl
+    orchestrator = rl.orchestrator.model_copy(update={"steering": None, "max_async_level": level})
+    return replace(costs, setup=replace(costs.setup, cfg=rl.model_copy(update={"orchestrator": orchestrator})))
 
 
 def proposal_steps(cfg: RLConfig, steps: int) -> int:

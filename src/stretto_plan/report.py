@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stretto.config.sections.run import BudgetSection
 from stretto_plan.memory import Memory, Phase
 from stretto_plan.setup import Setup
 
@@ -118,6 +120,8 @@ def time_text(times: Times, setup: Setup, num_steps: int | None) -> str:
     if times.read_s:
         rows.insert(4, ["engines that read prompts: busy", seconds(times.read_s)])
     rows += _total(times.step_s, setup, num_steps)
+    ends = budget_ends(setup.rl.budget, times)
+    rows += [[f"budget.{key}", f"ends the run at about step {step:,}"] for key, step in ends.items()]
     found = f"time of a step: {seconds(times.step_s)} ({_simulated(times)})\n{columns(rows)}"
     if times.late_share > 0.005:
         found += (
@@ -125,6 +129,30 @@ def time_text(times: Times, setup: Setup, num_steps: int | None) -> str:
             f"above {seconds(times.rollout_s_p95)}"
         )
     return found
+
+
+def budget_ends(budget: BudgetSection | None, times: Times) -> dict[str, int]:
+    """The step at which each bound of a budget ends the run."""
+    if budget is None:
+        return {}
+    prices = budget.prices
+    tokens = (times.sampled_tokens * prices.sampled_tokens + times.trained_tokens * prices.trained_tokens) / 1e6
+    per_step = {
+        "max_hours": times.step_s / 3600,
+        "max_tokens": times.trained_tokens,
+        "max_cost": times.step_s / 3600 * prices.hour + tokens,
+    }
+    return {key: math.ceil(bound / per_step[key]) for key, bound in budget.bounds.items() if per_step[key] > 0}
+
+
+def steering_text(levels: Mapping[int, Times]) -> str:
+    """Where steering settles, and how fast the levels on the way are."""
+    rows = [["max_async_level", "step", "tokens per second", "trainer waits"]]
+    rows += [
+        [str(level), seconds(times.step_s), f"{times.tokens_per_s:,.0f}", f"{times.trainer_idle:.0%}"]
+        for level, times in levels.items()
+    ]
+    return f"steering settles at level {max(levels)}, if all tokens count\n{columns(rows)}"
 
 
 def sft_text(times: SftTimes, setup: Setup, num_steps: int | None) -> str:

@@ -28,7 +28,7 @@ LEFT_OUT = {
     "orchestrator": (
         "client", "eval", "batch_order", "oversampling_factor", "max_inflight_rollouts", "max_oversampling",
         "concurrency", "partial_rollout", "mask_offpolicy_in_partial_rollout", "tasks_per_minute",
-        "max_off_policy_steps",
+        "max_off_policy_steps", "steering",
     ),
 }  # fmt: skip
 """Keys that say who plays rollouts and when, which nobody does where recorded ones are trained on."""

@@ -49,6 +49,7 @@ def replay(words: Sequence[str]) -> int:
     newest = max(first.batches)
     last = newest if args.steps is None else min(newest, (start or 0) + args.steps)
     data = without_ports(json.loads(here.config("run").read_text()))
+    had_budget = data.pop("budget", None) is not None  # it ends where the recorded run did
     if not is_whole:
         data = as_training(data, here.path.absolute()) | {"max_steps": last}
     config = here.path / "exports" / "replay.json"
@@ -58,7 +59,7 @@ def replay(words: Sequence[str]) -> int:
     command += ["--output-dir", str(again.path.parent), "--run.name", name, *rest]
     if start is not None:
         command += ["--resume.dir", str(here), "--resume.step", str(start)]
-    if (code := _play(command, again, last if is_whole and args.steps is not None else None)) != 0:
+    if (code := _play(command, again, last if is_whole and (had_budget or args.steps is not None) else None)) != 0:
         return code
     other = Side(str(again))
     steps = [step for step in sorted(first.batches.keys() & other.batches.keys()) if step <= last]

@@ -318,6 +318,7 @@ def batches(kind: str) -> list[list]:
     for step in range(NUM_STEPS):
         docs = documents(seed=step, num_groups=2, group_size=3)
         micro_batches = [pack(docs[:1]), pack(docs[1:4]), pack(docs[4:])]
+        micro_batches = [_with_ages(mb, step, seed) for seed, mb in enumerate(micro_batches)]
         if step == 1:  # all that the second of two ranks has is without a signal, and it updates with the others
             nothing = np.zeros_like(micro_batches[1].advantages)
             micro_batches[1] = replace(micro_batches[1], advantages=nothing)
@@ -330,6 +331,12 @@ def batches(kind: str) -> list[list]:
             micro_batches = [with_streams(mb, seed=step) for mb in micro_batches]
         steps.append(micro_batches)
     return steps
+
+
+def _with_ages(mb, step: int, seed: int):
+    """Documents of several ages, of which some ranks have none."""
+    ages = np.random.default_rng(seed).integers(0, 12, mb.num_samples)
+    return replace(mb, first_versions=tuple((step - ages).tolist()))
 
 
 def _support(rng: np.random.Generator, mb) -> Support:

@@ -66,6 +66,7 @@ NOT_RUN = {
     ("examples/service/README.md", "--service"): _SERVICE,
     ("docs/debugging.md", "doctor"): "tests/addons/doctor",
     ("docs/planning.md", "plan"): "tests/addons/plan",
+    ("docs/steering.md", "plan"): "tests/addons/plan",
     ("docs/rejudge.md", "outputs/demo"): "tests/addons/review",
     ("docs/debugging.md", "stacks"): "tests/unit/launch/jobs/test_stacks.py",
     ("docs/debugging.md", "--bench"): "tests/addons/bench",

@@ -15,6 +15,7 @@ tells the launcher that the process handles SIGINT and has work to finish: insta
              entropy, length, truncated    nats per token; tokens per reply; share of replies that were cut
              staleness, staleness_max      versions between sampling and training, mean and max
              tokens_per_s                  trained tokens over wall time
+             budget, budget_step           the part of the budget that is used, 0..1; the step with which it would end
              waits                         {process: fraction of the step, 0..1, in which it was idle}
     progress text, done, total             how far a part is: an eval, a checkpoint, a download; it ends when
                                            done = total

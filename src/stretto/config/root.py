@@ -33,7 +33,7 @@ from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection, RendererSection, TokenizerSection
 from stretto.config.sections.monitors import LogSection, MonitorsSection
 from stretto.config.sections.orchestrator import ClientSection, EvalSection, OrchestratorKeys, OrchestratorSection
-from stretto.config.sections.run import RunKeys
+from stretto.config.sections.run import BudgetSection, RunKeys
 from stretto.config.sections.sft import Data, LossMaskSection, OnlineEvalSection, ValSection
 from stretto.config.sections.trainer import (
     AdamWOptim,
@@ -340,6 +340,7 @@ class SFTConfig(ClusterRoot):
     """Steps to train; None: by max_epochs."""
     max_epochs: int | None = Field(None, gt=0)
     """Passes over the data; None: by max_steps."""
+    budget: BudgetSection | None = None
     matmul_precision: MatmulPrecision = "highest"
     """Precision of products of float32 matrices: `high` is TF32 on a GPU; on a CPU it changes nothing or little."""
     is_deterministic: bool = False

@@ -11,17 +11,19 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from stretto.api.state import describe, no_run_text, runs_here
 from stretto.base.errors import ConfigError
 from stretto.base.files import holder, read_json
 from stretto.base.paths import RunDir
-from stretto.base.status import duration
+from stretto.base.status import duration, quantity
 from stretto.config.reading.plain import PlainParser
 from stretto.launch.launchers import FINISHES, launcher_of_run
 from stretto.launch.queues import queue_text
-from stretto.monitors.file import read_metrics
+from stretto.monitors.file import newest_row, read_metrics
 
 FOLLOW_S = 0.5
 DEFAULT_LOGS = ("job", "orchestrator", "sft", "inference")
@@ -128,9 +130,28 @@ def _progress(run: RunDir) -> dict[str, str]:
         if steps:
             age = duration(max(0.0, time.time() - path.stat().st_mtime))
             rows["step"] = f"{max(steps):.0f}{_of_max_steps(run)}, {age} ago"
+            rows |= _used(newest_row(path, "budget/hours"), read_json(run.summary).get("used", {}))
     if (saved := run.latest_complete_checkpoint()) is not None:
         rows["saved"] = f"step {saved}"
     return rows
+
+
+def _used(row: Mapping[str, Any], ended: Mapping[str, Any]) -> dict[str, str]:
+    """What the run has used by its newest row of metrics, and where its budget would end.
+
+    ended: what it had used when it last ended, which a start without a step adds to.
+    """
+    if "budget/hours" not in row:
+        return {}
+    if ended.get("hours", 0.0) > row["budget/hours"]:
+        row = {**row, **{f"budget/{name}": value for name, value in ended.items()}}
+    text = f"{row['budget/hours']:.4g} h, {quantity(row['budget/tokens'])} trained tokens"
+    text += f", cost {row['budget/cost']:.4g}" if "budget/cost" in row else ""
+    if "budget/share" in row:
+        text += f"; {row['budget/share']:.0%} of the budget"
+    if "budget/last_step" in row:
+        text += f", which would end with step {row['budget/last_step']:.0f}"
+    return {"used": text}
 
 
 def _of_max_steps(run: RunDir) -> str:

@@ -38,6 +38,8 @@ _INSERT_RUNNING = (
     "segment, offset, length, crc) VALUES (?, ?, ?, ?, 'running', ?, ?, ?, ?, ?, ?)"
 )
 _UPDATE_TURN = "UPDATE rollouts SET segment = ?, offset = ?, length = ?, crc = ? WHERE row = ?"
+USED = "used"
+"""The event that says what a run has used over all its starts; a resumed run goes on from the last one."""
 TURN_COMMIT_INTERVAL_S = 0.05  # turns that end within it are one commit
 _COLUMNS = (
     "row, group_id, member, incarnation, status, version, first_version, last_version, reward, advantage, "
@@ -230,9 +232,14 @@ class Ledger:
             self._db.executemany("UPDATE draws SET state = 'shipped' WHERE group_id = ?", groups)
         self._step = max(self._step, step)
 
-    def step_trained(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record that the trainer has done `step`; its rollouts will never be trained on again."""
+    def step_trained(self, step: int, metrics: Mapping[str, float], used: Mapping[str, float] | None = None) -> None:
+        """Record that the trainer has done `step`; its rollouts will never be trained on again.
+
+        used: what the run has used up to now, as the event USED.
+        """
         with self.transaction():
+            if used is not None:
+                self._insert_row("events", None, time.time(), self._incarnation, USED, _json(used))
             self._db.execute(
                 "UPDATE batches SET state = 'trained', trained_at = ?, metrics = ? "
                 "WHERE step = ? AND state = 'shipped' AND state != 'undone'",

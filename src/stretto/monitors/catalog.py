@@ -120,6 +120,9 @@ models/<name>/completion_tokens | tokens | Tokens of replies.
 models/<name>/cost | price | What they cost, if `prompt_price` or `reply_price` is given. | `max_cost` bounds it.
 progress/rollouts | rollouts | Trained since the run began.
 progress/tokens | tokens | Sampled tokens trained since the run began.
+steering/level | steps | `max_async_level` of the moment, with `[orchestrator.steering]`.
+steering/effective_tokens_per_s | tokens/s | What it is steered by: sampled tokens per second times effective sample
+    size, over the steps of a decision.
 concurrency/limit | rollouts | Most rollouts in flight, with `concurrency.type = "adaptive"`.
 canary/error | nats | Mean difference between the log-probabilities of trainer and engine on fixed tokens, at
     the latest check. | Above `canary_tolerance` the run ends: a wrong weight update.
@@ -130,6 +133,19 @@ inference/kv_cache_usage | 0 to 1 | Share of the engines' cache that is in use. 
     preempted.
 inference/num_preemptions | requests | Requests preempted for lack of cache, since the engine began. | If it
     rises: fewer rollouts in flight, or more memory for the cache.
+"""),
+    ),
+    Part(
+        "Budget",
+        ("orchestrator", "sft"),
+        "What the run has used, and how far its `[budget]` goes.",
+        _rows("""
+budget/hours | h | Hours of the run over all its starts. | The bounds are `[budget]`, see [steering](steering.md).
+budget/tokens | tokens | Tokens of trained batches, prompts included, over all starts.
+budget/sampled_tokens | tokens | Tokens sampled in rollouts that have ended, trained or not, over all starts.
+budget/cost | price | What that costs, if something has a price.
+budget/share | 0 to 1 | Part of the budget that is used: of its bounds, the one that is nearest.
+budget/last_step | step | The step with which the budget would end the run, if the coming steps are as the last 20.
 """),
     ),
     Part(
@@ -147,11 +163,18 @@ mismatch_kl/mean | nats per token | How far the trainer's log-probabilities of s
     engine's (k3 estimate); staleness is part of it. | Runs that learn stay below 0.03; above 0.3 the run
     warns: a learning rate that is far too high, or other numerics.
 mismatch_kl/max | nats | The largest value of one token. | Single large values are normal.
-ess/token | 0 to 1 | Effective sample size of the batch by tokens, (sum r)^2 / (n sum r^2), with r the ratio of trained
+ess/tokens | 0 to 1 | Effective sample size of the batch by tokens, (sum r)^2 / (n sum r^2), with r the ratio of trained
     policy and sampler. | 1 where no token is older than the policy; the further the policy has moved, the lower.
-ess/sample | 0 to 1 | The same by samples, whose r is the product over their tokens. | Below 0.3 there is a warning, if
-    that of tokens is below 0.9 too. It falls with the length of replies.
+ess/rollouts | 0 to 1 | The same by trained branches of rollouts, whose r is the product over their tokens. |
+    Below 0.3 there is a warning, if that of tokens is below 0.9 too. It falls with the length of replies.
 mismatch_kl/<env>/mean | nats per token | The same per environment, if there are several.
+age/<versions> | 0 to 1 | Sampled tokens of this age: the trained version minus the oldest one whose cache the
+    token may have read, that of its rollout's first token. | Ages are 0, 1, 2, 3-4, 5-8 and 9+.
+mismatch_kl/age/<versions> | nats per token | `mismatch_kl/mean` of the tokens of this age. | At age 0 it is the
+    numerics of trainer and engine alone; what later ages have more is the policy's way since then.
+ess/tokens/age/<versions> | 0 to 1 | `ess/tokens` of the tokens of this age.
+ess/rollouts/age/<versions> | 0 to 1 | `ess/rollouts` of the branches of this age. | Where it is near 0 the run is
+    too far ahead: lower `max_async_level` or `max_off_policy_steps`.
 is_masked/mean | 0 to 1 | Tokens whose gradient the loss's bounds removed. | Above 0.2 steps are too large or
     data too old.
 is_masked_low/mean | 0 to 1 | The part of them that became too unlikely.

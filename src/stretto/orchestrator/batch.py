@@ -385,6 +385,7 @@ def to_micro_batch(
         temperatures=temperatures,
         sample_ids=tuple(s.sample_id for s in samples),
         envs=tuple(s.env for s in samples),
+        first_versions=tuple(s.first_version for s in samples),
         rollout_tokens=tuple(totals[_rollout_of(s)] for s in samples),
         routed_experts=_merge_expert_choices(samples),
         support=_merge_supports(samples, lengths),

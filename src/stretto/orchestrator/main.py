@@ -31,13 +31,15 @@ from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.algorithm import CustomAlgo, RaeAlgo
 from stretto.config.sections.curriculum import DifficultySampler
 from stretto.config.sections.distill import OpdAlgo, OpsdAlgo, SftAlgo
-from stretto.config.sections.orchestrator import OrchestratorSection
+from stretto.config.sections.orchestrator import OrchestratorSection, SteeringSection
 from stretto.data.hub_model import fetch, find_config
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.ledger import Ledger, Limits
 from stretto.ledger.reader import LedgerReader
+from stretto.ledger.writer import USED
 from stretto.monitors.base import build_monitors
+from stretto.monitors.purse import Purse
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch import cost_of_model
 from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
@@ -70,7 +72,8 @@ from stretto.orchestrator.rollout.teacher import (
 )
 from stretto.orchestrator.run.loop import Loop
 from stretto.orchestrator.run.parts import RunParts
-from stretto.orchestrator.state.resume import prepare_cursor, starting_point, with_fingerprints
+from stretto.orchestrator.run.steering import EVENT as STEERING
+from stretto.orchestrator.state.resume import prepare_cursor, starting_point, used_before, with_fingerprints
 from stretto.orchestrator.state.run_checkpoint import Progress, summary_of
 from stretto.orchestrator.tasks.difficulty import Curriculum, DifficultyPools
 from stretto.orchestrator.tasks.order import TaskMix
@@ -104,6 +107,7 @@ def claim_part(cfg: OrchestratorConfig) -> AbstractContextManager[None]:
 async def run(cfg: OrchestratorConfig) -> int:
     """Build everything, train, and write the summary."""
     progress = starting_point(cfg)
+    Purse(cfg.budget, used_before(cfg.run_dir, progress)).check()
     if cfg.tokenizer.name is not None or cfg.model.scratch is None:
         fetch(cfg.tokenizer.name or cfg.model.name, has_weights=False)
     renderer = build_policy_renderer(cfg)
@@ -121,9 +125,11 @@ async def run(cfg: OrchestratorConfig) -> int:
         stack.enter_context(warn_when_blocked())
         await stack.enter_async_context(collect_on_growth())
         progress = await loop.run()
+        loop.parts.ledger.event(USED, loop.parts.purse.used.as_dict())  # also the time since the last step
     if (verdict := loop.verdict) is not None:
         report("note", text=verdict)
     summary = summary_of(progress, max_steps=cfg.max_steps, stopped_because=loop.stopped_because, verdict=verdict)
+    summary |= {"used": loop.parts.purse.summary()}
     cfg.run_dir.summary.write_text(json.dumps(summary, indent=2) + "\n")
     report("summary", **summary)
     logger.info("done steps=%d in %.1fs: %s", progress.step, progress.wall_s, cfg.run_dir.summary)
@@ -246,13 +252,8 @@ def build_loop(
     stack.callback(monitors.close)
     loading: Any = AbsentEngines() if cfg.debug == "rollouts" else wires.engines
     versions = build_versions(cfg, loading, ledger, start=progress.step)
-    watch = Watch(
-        cfg.stall_timeout_s,
-        run_dir.dumps,
-        lambda: {**buffer.gauges(), "versions_waiting": versions.num_waiting, "trained": progress.step},
-        role="orchestrator",
-    )
-    stack.enter_context(watch)
+    watch = stack.enter_context(build_watch(cfg, run_dir, buffer, versions, progress))
+    purse = Purse(cfg.budget, used_before(run_dir, progress), clock=asyncio.get_running_loop().time)
     parts = RunParts(
         cfg=cfg,
         run_dir=run_dir,
@@ -277,8 +278,21 @@ def build_loop(
         teachers=build_teachers(cfg, wires, envs, renderer, user_code.info.models),
         spendings=spendings_of(user_code.info.models, run_dir),
         vocab_size=vocab_size,
+        purse=purse,
     )
     return Loop(parts)
+
+
+def build_watch(
+    cfg: OrchestratorSection, run_dir: RunDir, buffer: Buffer, versions: VersionLoader, progress: Progress
+) -> Watch:
+    """Build what notices that a run stalls."""
+    return Watch(
+        cfg.stall_timeout_s,
+        run_dir.dumps,
+        lambda: {**buffer.gauges(), "versions_waiting": versions.num_waiting, "trained": progress.step},
+        role="orchestrator",
+    )
 
 
 def spendings_of(models: Mapping[str, ChatModel], run_dir: RunDir) -> tuple[Spending, ...]:
@@ -442,12 +456,13 @@ def load_rollout_function(cfg: OrchestratorSection, key: str | None) -> UserRoll
 
 def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     """The buffer's bounds, from the config; start: the step after which this incarnation begins."""
+    level = None if cfg.steering is None else steered_level(cfg, cfg.steering)
     factor = cfg.oversampling_factor
     oversampled = None if factor is None else int(factor * cfg.batch_size)
     limits = [limit for limit in (cfg.max_inflight_rollouts, oversampled) if limit is not None]
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,
-        max_async_level=cfg.max_async_level,
+        max_async_level=cfg.max_async_level if level is None else level,
         max_off_policy_steps=cfg.max_off_policy_steps,
         max_running_groups=min(limits) // cfg.group_size if limits else None,
         max_oversampling=cfg.max_oversampling,
@@ -461,6 +476,14 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
         sync_interval=cfg.sync_interval,
         first_version=start,
     )
+
+
+def steered_level(cfg: OrchestratorConfig, section: SteeringSection) -> int:
+    """The level at which steering goes on, or begins."""
+    with LedgerReader(cfg.run_dir) as reader:
+        decided = [event["data"]["level"] for event in reader.events(STEERING)]
+    level = int(decided[-1]) if decided else cfg.max_async_level
+    return min(max(level, section.min_level), section.max_level)
 
 
 # -- ending --

@@ -59,6 +59,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     temperatures: np.ndarray  # float32 [tokens]
     sample_ids: tuple[str, ...] = ()
     envs: tuple[str, ...] = ()  # per document (without padding)
+    first_versions: tuple[int, ...] = ()  # per document: that of its first sampled token; () if not known
     token_rewards: np.ndarray | None = None  # as in a sample
     rollout_tokens: tuple[int, ...] = ()  # per document: rl tokens of all samples of its rollout in the batch
     rl_weights: np.ndarray | None = None

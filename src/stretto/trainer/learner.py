@@ -249,7 +249,7 @@ class Learner:
             )
             loss.backward()
             entropy = entropy.detach()
-            token_sums |= ratio_sums(inputs, logprobs.detach()) | {"loss": loss.detach()}
+            token_sums |= ratio_sums(mb, inputs, logprobs.detach(), self.step) | {"loss": loss.detach()}
             token_sums["entropy"] = (entropy * inputs.streams.is_sampled).sum()
             if len(set(mb.envs)) > 1:
                 token_sums |= sums_by_env(mb, inputs, logprobs.detach(), entropy)

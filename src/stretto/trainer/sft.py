@@ -47,6 +47,7 @@ from stretto.models.hf import Policy
 from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
 from stretto.monitors.base import Monitors, build_monitors
+from stretto.monitors.purse import Purse, Used, used_by_metrics
 from stretto.monitors.steps import Throughput
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.sft_data import ExampleOrder, Examples, load_examples, pack
@@ -171,7 +172,10 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
         mesh=build_mesh(cfg.model, policy.config),
     )
     validation = None if cfg.val is None else Validation(cfg.val, held_out, learner, run, tokenizer_dir)
-    session = Session(cfg, run, learner, examples, order, validation, max_steps, tokenizer_dir)
+    used = run_on_lead(lambda: used_before(run, start).as_dict(), dict[str, float])
+    purse = Purse(cfg.budget, Used.of(used))
+    purse.check()
+    session = Session(cfg, run, learner, examples, order, validation, max_steps, tokenizer_dir, purse)
     if (ckpt := cfg.ckpt) is not None:
         session.saver = checkpoint.build_saver(cfg, lambda step: complete_checkpoint(run, ckpt, step))
     if start is not None:
@@ -262,6 +266,9 @@ class Session:
     validation: Validation | None
     max_steps: int
     tokenizer_dir: Path
+    purse: Purse
+    budget_reason: str | None = None
+    """Why the budget ends the run, once it does."""
     resumed_step: int | None = None
     saved_step: int = 0
     exported_step: int = 0
@@ -288,8 +295,10 @@ class Session:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run ends before its last step, if val.early_stop ends it."""
-        return None if self.validation is None or not self.is_stopped_early else self.validation.stop_reason
+        """Why the run ends before its last step, if val.early_stop or its budget ends it."""
+        if not self.is_stopped_early:
+            return None
+        return self.budget_reason or (None if self.validation is None else self.validation.stop_reason)
 
     @property
     def has_begun(self) -> bool:
@@ -312,6 +321,7 @@ def run_steps(session: Session, stop: StopFlag, snapshots: MemorySnapshots) -> N
         if validation is not None and validation.section.eval_on_start and session.resumed_step is None:
             monitors.log(0, validation.measure())
         freeze_objects()
+        session.purse.begin(learner.step)
         while learner.step < session.max_steps and not _should_stop(session, stop):
             step = learner.step + 1
             with tracer.step(step), snapshots.step(step):
@@ -331,10 +341,15 @@ def run_steps(session: Session, stop: StopFlag, snapshots: MemorySnapshots) -> N
 
 
 def _should_stop(session: Session, stop: StopFlag) -> bool:
-    """True if any rank got a stop signal, or the loss gets no better; all ranks then stop after the same step."""
+    """True if any rank got a stop signal, the loss gets no better, or the budget is used.
+
+    All ranks then stop after the same step; the lead's clock decides about the budget.
+    """
     if session.stop_reason is not None:
         return True
-    return any(session.learner.mesh.gather(stop.is_set, bool))
+    if is_lead_process():
+        session.budget_reason = session.purse.excess()
+    return any(session.learner.mesh.gather(stop.is_set or session.budget_reason is not None, bool))
 
 
 def train_step(session: Session) -> dict[str, float]:
@@ -351,6 +366,7 @@ def train_step(session: Session) -> dict[str, float]:
     metrics = session.learner.optim_step()
     num_tokens = sum(mb.num_tokens for mb in micro_batches)
     session.num_tokens += num_tokens
+    used = session.purse.end_step(session.learner.step, num_tokens)
     time_s = time.perf_counter() - start
     return {
         **metrics,
@@ -362,6 +378,7 @@ def train_step(session: Session) -> dict[str, float]:
         "time/pack": packed_at - start,
         "time/forward_backward": computed_at - packed_at,
         "time/optim": start + time_s - computed_at,
+        **used,
         "perf/throughput": session.throughput.add(num_tokens, time_s),
     }
 
@@ -388,6 +405,7 @@ def save_checkpoint(session: Session) -> None:
         return
     losses = [] if session.validation is None else session.validation.state()
     cursor = {"num_drawn": session.order.num_drawn, "data": session.examples.fingerprint(), "val": losses}
+    cursor["used"] = session.purse.used.as_dict()
     session.saver.save(session.learner, cursor)
     session.saved_step = step
 
@@ -414,6 +432,14 @@ def find_data_position(start: ResumePoint, cursor: dict[str, Any], examples: Exa
         )
     logger.info("%s was trained on other data; [data] is read from its first example", where)
     return 0
+
+
+def used_before(run: RunDir, start: ResumePoint | None) -> Used:
+    """What earlier starts of a run have used, by its checkpoint, and by its metrics also after that."""
+    if start is None or start[0] != run:
+        return Used()
+    saved = Used.of(read_position(start).get("used", {}))
+    return max(saved, used_by_metrics(run.metrics(ROLE)), key=lambda used: used.seconds)
 
 
 def read_position(start: ResumePoint) -> dict[str, Any]:
@@ -477,6 +503,8 @@ def end_run(session: Session, monitors: Monitors) -> None:
         logger.info("step %d: %s", version, "  ".join(f"{name} {mean:.3f}" for name, mean in means.items()))
     if session.stop_reason is not None:
         logger.info("the run ends early, after step %d: %s", learner.step, session.stop_reason)
+        if session.budget_reason is not None and cfg.ckpt is not None:
+            logger.info("next: the same command with --resume and %s", session.purse.larger())
     elif is_stopped_early:
         logger.info("stopped at step %d of %d; --resume continues", learner.step, session.max_steps)
     if session.exported_step:
@@ -497,6 +525,7 @@ def write_summary(session: Session, evals: dict[int, dict[str, float]]) -> None:
         "epochs": session.order.epoch,
         "val_loss": session.val_loss,
         "stopped_because": session.stop_reason,
+        "used": session.purse.summary(),
         "evals": evals,
         "wall_s": wall_s,
         "tokens_per_s": session.num_tokens / wall_s,
@@ -525,13 +554,16 @@ class ConsoleLog:
             return
         self._written_at = now
         left_s = (now - self._started_at) / (step - self._first_step) * (session.max_steps - step)
+        forecast = session.purse.forecast()
+        until = f"; {forecast}" if forecast is not None and forecast.last_step < session.max_steps else ""
         val = "" if session.val_loss is None else f"  val {session.val_loss:.4f}"
         logger.info(
-            "step %d/%d (%d%%, %d:%02d left)  loss %.4f%s  lr %.2e  %.0f tokens/s  epoch %.2f",
+            "step %d/%d (%d%%, %d:%02d left%s)  loss %.4f%s  lr %.2e  %.0f tokens/s  epoch %.2f",
             step,
             session.max_steps,
             100 * step // session.max_steps,
             *divmod(round(left_s), 60),
+            until,
             metrics["nll/mean"],
             val,
             metrics["optim/lr"],

@@ -129,6 +129,7 @@ def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: floa
     return cfg.model_copy(
         update={
             "output_dir": directory, "run": RunSection(name="plan"), "resume": None, "max_steps": max_steps,
+            "budget": None,
             "seq_len": max(2, int(cfg.seq_len / scale)),
             "row_tokens": None if cfg.row_tokens is None else max(2, int(cfg.row_tokens / scale)),
             "token_batch_size": None if per_batch is None else max(1, round(per_batch / scale)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -93,3 +94,36 @@ def test_a_plan_that_is_ended_leaves_no_directory(tmp_path) -> None:
             time.sleep(0.05)
         process.terminate()
     assert found and process.returncode == 143 and not list(tmp_path.iterdir())
+
+
+# -- budgets and steering --
+
+
+def planned(capsys, *words: str) -> dict:
+    given = ["--gpu", "CPU", "--no-propose", "--simulated-steps", "8", "--prompt-tokens", "20", "--json"]
+    assert main(["plan", "examples/qwen3_0.6b/rl.toml", *given, *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_says_at_which_step_a_budget_ends(capsys) -> None:
+    words = ["--budget.max-hours", "10", "--budget.max-tokens", "1000000", "--budget.prices.hour", "2"]
+    found = planned(capsys, *words, "--budget.max-cost", "10")
+    step_h = found["time"]["step_s"] / 3600
+    assert found["budget"] == {
+        "max_hours": -(-10 // step_h),
+        "max_tokens": -(-1_000_000 // found["time"]["trained_tokens"]),
+        "max_cost": -(-5 // step_h),
+    }
+
+
+def test_a_plan_says_where_steering_settles(capsys) -> None:
+    slow = ["--turn-wait-s", "300:1.0", "--turns", "2"]
+    found = planned(capsys, *slow, "--orchestrator.steering", "{}", "--orchestrator.max-async-level", "1")
+    speeds = {int(level): speed for level, speed in found["steering"].items()}
+    levels = sorted(speeds)
+    assert levels[0] == 1 and len(levels) > 1
+    for below, level in itertools.pairwise(levels):
+        assert speeds[level] >= speeds[below] * (1 + 0.04 * (level - below))
+    assert found["time"]["tokens_per_s"] == speeds[levels[-1]]
+    never_waits = planned(capsys, "--orchestrator.steering", "{}", "--orchestrator.max-async-level", "1")
+    assert list(never_waits["steering"]) == ["1"]

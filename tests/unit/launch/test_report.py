@@ -318,3 +318,29 @@ def test_a_run_without_metrics_ends_without_a_curve(finished: LaunchPlan) -> Non
     finished.run.metrics("orchestrator").unlink()
     text = report.ending(finished, is_complete=True, stopped_early=False)
     assert "next:" in text and not finished.run.curve.exists()
+
+
+# -- budgets --
+
+
+def test_a_budget_is_part_of_a_step_and_of_the_time_that_is_left() -> None:
+    line = step_line(step(12, budget=0.43, budget_step=28.0), 300)
+    assert "budget 43% (to step 28)" in line
+    clock, stream = Clock(), Terminal()
+    console = Console(stream, max_steps=300, clock=clock)
+    for number in (1, 2, 3):
+        clock.now = 10.0 * number
+        console.show(step(number, budget=0.1 * number, budget_step=10.0))
+    assert any("step 3/about 10  1m10s left  budget 30%" in text for text in stream.screen())
+
+
+@pytest.mark.parametrize("words", ["--budget.max-hours 2", "--budget.max-hours=2", ""])
+def test_a_run_that_its_budget_has_ended_goes_on_with_a_larger_one(tmp_path, monkeypatch, words) -> None:
+    cfg = load(RLConfig, ["--orchestrator.env", '[{"id": "sort-letters"}]', "--budget.max_hours", "2"])
+    run = RunDir(tmp_path)
+    (run.checkpoint(7)).mkdir(parents=True)
+    run.complete_marker(7).write_text("{}")
+    run.summary.write_text(json.dumps({"stopped_because": "budget.max_hours = 2, and the run has used 2.01 h"}))
+    monkeypatch.setenv("STRETTO_COMMAND", f"rl @ rl.toml {words}")
+    commands = report.next_commands(replace(plan(cfg, run), run=run))
+    assert commands[-1].endswith("rl @ rl.toml --resume --budget.max-hours 4")

@@ -12,7 +12,14 @@ from syntax import tree_of
 from stretto.monitors.catalog import ENGINE, PARTS, markdown, unlisted
 
 ROOT = Path(__file__).resolve().parents[3]
-MEASURED_IN = ("orchestrator", "trainer", "algorithms", "monitors/steps.py", "../stretto_service/tenants")
+MEASURED_IN = (
+    "orchestrator",
+    "trainer",
+    "algorithms",
+    "monitors/steps.py",
+    "monitors/purse.py",
+    "../stretto_service/tenants",
+)
 
 
 def texts(rooms: tuple[str, ...]) -> str:

@@ -120,7 +120,7 @@ def test_the_first_batch_of_a_resumed_run_is_none_before_any_update() -> None:
 
 @pytest.mark.parametrize(("samples", "tokens", "is_told"), [(0.2, 0.5, True), (0.2, 0.99, False), (0.5, 0.8, False)])
 def test_batches_that_are_worth_few_of_their_samples_are_told(samples, tokens, is_told) -> None:
-    rows = [{"ess/sample": samples, "ess/token": tokens}] * 10
+    rows = [{"ess/rollouts": samples, "ess/tokens": tokens}] * 10
     assert any("a batch is worth 20% of its samples" in text for text in warnings_of(rows)) == is_told
 
 

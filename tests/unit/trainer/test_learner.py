@@ -292,9 +292,45 @@ def test_effective_sample_sizes_are_those_of_ratios_one_by_one():
                 tokens += np.exp(logs[low:high][mb.loss_mask[low:high]]).tolist()
                 samples.append(np.exp(logs[low:high].sum()))
     metrics = learner.optim_step()
-    for name, ratios in (("token", np.array(tokens)), ("sample", np.array(samples))):
-        size = ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum())
-        assert metrics[f"ess/{name}"] == pytest.approx(size, rel=1e-4)
+    for name, ratios in (("tokens", np.array(tokens)), ("rollouts", np.array(samples))):
+        assert metrics[f"ess/{name}"] == pytest.approx(effective_share(ratios), rel=1e-4)
+    assert not any("age" in name for name in metrics)  # the versions are not known
+
+
+def effective_share(ratios: np.ndarray) -> float:
+    return ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum())
+
+
+def test_tokens_are_told_apart_by_the_version_that_began_their_rollout():
+    learner, docs = build_learner(), documents(5)
+    learner.step = 20
+    ages = [0, 0, 4, 12, 0, 3, 2, 2, 0, 7, 1, 4]
+    spans = {"0": [0], "1": [1], "2": [2], "3-4": [3, 4], "5-8": [5, 6, 7, 8], "9+": list(range(9, 30))}
+    rows = []
+    for first, last in ((0, 5), (5, 12)):
+        versions = tuple(20 - age for age in ages[first:last])
+        rows.append(replace(pack(docs[first:last], padding=3), first_versions=versions))
+    assert len(ages) == len(docs)
+    found = {age: ([], [], []) for age in spans}
+    for mb in rows:
+        learner.forward_backward([mb])
+        logs = np.where(mb.loss_mask, learner.logprobs(mb)[0] - mb.logprobs, 0.0)
+        for d, version in enumerate(mb.first_versions):
+            part = slice(*mb.cu_seqlens[d : d + 2])
+            own = logs[part][mb.loss_mask[part]]
+            tokens, samples, mismatch = found[next(age for age, span in spans.items() if 20 - version in span)]
+            tokens += np.exp(own).tolist()
+            samples += [np.exp(own.sum())] if len(own) else []
+            mismatch += (np.exp(own) - own - 1).tolist()
+    metrics = learner.optim_step()
+    total = sum(len(tokens) for tokens, _, _ in found.values())
+    for age, (tokens, samples, mismatch) in found.items():
+        assert metrics[f"age/{age}"] == pytest.approx(len(tokens) / total)
+        assert metrics[f"ess/tokens/age/{age}"] == pytest.approx(effective_share(np.array(tokens)), rel=1e-4)
+        assert metrics[f"ess/rollouts/age/{age}"] == pytest.approx(effective_share(np.array(samples)), rel=1e-4)
+        assert metrics[f"mismatch_kl/age/{age}"] == pytest.approx(np.mean(mismatch), rel=1e-3)
+    weighted = sum(metrics[f"age/{age}"] * metrics[f"mismatch_kl/age/{age}"] for age in spans)
+    assert weighted == pytest.approx(metrics["mismatch_kl/mean"], rel=1e-5)
 
 
 def test_the_policy_learns_what_is_rewarded():

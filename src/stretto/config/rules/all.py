@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.config.root import RLConfig
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.rules import batches, engine, frozen, learning, machines, model, ray, run, service, slurm
 from stretto.config.rules.rule import At, Problem, Problems, Rule, below, of_part, walk
 from stretto.config.section import Section
@@ -14,6 +14,8 @@ TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, ma
 DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (OrchestratorKeys, batches.short_rollouts_first),
     (OrchestratorKeys, batches.limit_never_reached),
+    (RLConfig, run.budget_saves),
+    (SFTConfig, run.budget_saves),
     (AdamWOptim, learning.high_rate),
     (RouterSection, engine.stand_in_router),
 )

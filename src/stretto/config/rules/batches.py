@@ -370,9 +370,50 @@ def clock(c: RLConfig | OrchestratorConfig, at: At) -> Problems:
         yield Problem((service, switch), f"{rule}; leave one of them out")
 
 
+def steering(s: OrchestratorKeys, at: At) -> Problems:
+    """Levels that are steered have room between their bounds."""
+    if (section := s.steering) is None:
+        return
+    low, high, start = at("steering.min_level"), at("steering.max_level"), at("max_async_level")
+    if section.min_level > section.max_level:
+        yield Problem((low, high), f"{low} is above {high}; lower it")
+    oldest = at("max_off_policy_steps")
+    if section.max_level > s.max_off_policy_steps:
+        rule = f"{high} is above {oldest}, which drops rollouts that are so old; lower it, or raise the other"
+        yield Problem((high, oldest), rule)
+    if s.max_async_level and not section.min_level <= s.max_async_level <= section.max_level:
+        rule = f"{start} is where steering starts, and not between {low} and {high}; give one between them"
+        yield Problem((start, low, high), rule)
+    factor = at("oversampling_factor")
+    if s.oversampling_factor is not None:
+        yield Problem(
+            (factor, at("steering")), f"{factor} fixes the rollouts in flight that steering sets; leave it out"
+        )
+
+
+def steered_by_the_clock(c: RLConfig | OrchestratorConfig, at: At) -> Problems:
+    """What is steered by measured times is not the same in every run."""
+    s, path = (c.orchestrator, "orchestrator.") if isinstance(c, RLConfig) else (c, "")
+    if s.steering is None:
+        return
+    key = at(f"{path}steering")
+    if c.deterministic:
+        switch = at("deterministic")
+        yield Problem(
+            (key, switch), f"{key.path} follows measured times, and {switch} allows none; leave one of them out"
+        )
+    if c.colocate is not None:
+        turns = at("colocate")
+        rule = f"{key.path} does nothing with {turns.path}, whose steps are synchronous; leave one of them out"
+        yield Problem((key, turns), rule)
+    elif not s.max_async_level:
+        start = at(f"{path}max_async_level")
+        yield Problem((key, start), f"{start} is synchronous, and {key.path} starts there; give 1 or more")
+
+
 RULES: Rules = {
-    RLConfig: (clock,),
-    OrchestratorConfig: (clock,),
+    RLConfig: (clock, steered_by_the_clock),
+    OrchestratorConfig: (clock, steered_by_the_clock),
     ClientSection: (engine_addresses,),
     EvalSection: (env_names,),
     SamplingOverrides: (replies,),
@@ -385,6 +426,7 @@ RULES: Rules = {
         own_functions,
         sampled_as_trained,
         asynchrony,
+        steering,
         environments,
         tokens_to_train,
     ),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from stretto.base.rundir import CHECKPOINT
 from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
-from stretto.config.root import EvalConfig, EvalsConfig, RLConfig, RunRoot, SFTConfig
+from stretto.config.root import EvalConfig, EvalsConfig, OrchestratorConfig, RLConfig, RunRoot, SFTConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, value_of
 from stretto.config.sections.deployment import ResumeSection
+from stretto.config.sections.distill import ModelLimits
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection, TrainingEvalSection
+from stretto.config.sections.run import BudgetSection
 from stretto.config.sections.sft import FileData, ValSection
 from stretto.config.sections.trainer import TrainerKeys
 from stretto.config.sections.transport import ControlSection
@@ -180,8 +183,50 @@ def best_is_exported(c: RLConfig, at: At) -> Problems:
             yield Problem((keep, key), f"{rule}; set {key.path} = {steps}, as eval.interval")
 
 
+def bounded(s: BudgetSection, at: At) -> Problems:
+    """A budget bounds something, and a cost has prices."""
+    if not s.bounds and not s.prices.is_any:
+        keys = [at(key) for key in ("max_hours", "max_tokens", "max_cost")]
+        names = f"{keys[0].path}, {keys[1].path} or {keys[2].path}"
+        yield Problem(tuple(keys), f"a budget without a bound ends nothing; give {names}, or leave the table out")
+
+
+def priced(r: RLConfig | OrchestratorConfig | SFTConfig, at: At) -> Problems:
+    """A bound of costs has something that costs."""
+    if r.budget is None or r.budget.max_cost is None or r.budget.prices.is_any:
+        return
+    if any(limits.prompt_price or limits.reply_price for limits in _asked_models(r)):
+        return
+    cost, hour = at("budget.max_cost"), at("budget.prices.hour")
+    rule = f"{cost} and nothing has a price, so nothing would end the run; give {hour.path} (an hour of all machines)"
+    yield Problem((cost, hour), f"{rule}, or prices.sampled_tokens and prices.trained_tokens (a million each)")
+
+
+def _asked_models(r: RLConfig | OrchestratorConfig | SFTConfig) -> Sequence[ModelLimits]:
+    """How the frozen models of a run are asked."""
+    if isinstance(r, RLConfig):
+        return [model.client for model in r.models.values()]
+    return [] if isinstance(r, SFTConfig) else list(r.frozen_models.values())
+
+
+def sampled_for_nothing(r: SFTConfig, at: At) -> Problems:
+    """`sft` samples nothing that could cost."""
+    if r.budget is not None and r.budget.prices.sampled_tokens:
+        price = at("budget.prices.sampled_tokens")
+        yield Problem(price, f"{price} does nothing: `sft` samples no tokens; leave it out")
+
+
+def budget_saves(r: RLConfig | SFTConfig, at: At) -> Problems:
+    """A run that its budget ends can go on."""
+    if r.budget is not None and r.budget.bounds and r.ckpt is None:
+        first, ckpt = at(f"budget.{next(iter(r.budget.bounds))}"), at("ckpt")
+        what = f"{first} ends the run, and with {ckpt} it cannot go on then, nor are its weights kept"
+        yield Problem((first, ckpt), f"{what}; leave ckpt out")
+
+
 RULES: Rules = {
-    RLConfig: (best_is_exported,),
+    BudgetSection: (bounded,),
+    RLConfig: (best_is_exported, priced),
     TrainingEvalSection: (scored_evals,),
     ValSection: (stop_can_come,),
     TrainerKeys: (launcher_variables,),
@@ -192,6 +237,7 @@ RULES: Rules = {
     ResumeSection: (resumed_checkpoint,),
     ControlSection: (heartbeats,),
     OrchestratorSection: (room_for_evals,),
-    SFTConfig: (room_for_evals, evals_come, something_to_evaluate),
+    SFTConfig: (room_for_evals, evals_come, something_to_evaluate, priced, sampled_for_nothing),
+    OrchestratorConfig: (priced,),
     EvalConfig: (room_for_evals, something_to_evaluate, single_evals),
 }

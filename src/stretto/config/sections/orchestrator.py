@@ -333,6 +333,29 @@ class AdaptiveConcurrency(Section):
     """Seconds after a decrease in which nothing is changed: running requests must end first."""
 
 
+class SteeringSection(Section):
+    """Present: the run itself chooses how many steps generation is ahead, and with it the rollouts in flight, for most
+    effective tokens per second: sampled tokens per second times their effective sample size. A higher level must earn
+    min_gain, so that ties go to fresher data. max_async_level is where it starts."""
+
+    min_level: int = Field(1, ge=1)
+    """Lowest max_async_level."""
+    max_level: int = Field(8, ge=1)
+    """Highest max_async_level."""
+    interval: int = Field(10, ge=2)
+    """Steps that are measured for one decision, after those in which a change takes effect."""
+    min_gain: float = Field(0.04, gt=0)
+    """How much more effective tokens per second a level must give than the one below it, per step of it."""
+    min_wait: float = Field(0.05, ge=0, lt=1)
+    """A higher level is tried if the trainer has waited for more than this share of the time."""
+    effective: Literal["tokens", "rollouts"] = "tokens"
+    """Whose effective sample size counts: `ess/tokens`, or `ess/rollouts`, which falls much faster with age."""
+    min_ess: float = Field(0.5, ge=0, lt=1)
+    """Below this effective sample size the level is lowered, whatever the speed."""
+    retry: int = Field(8, ge=1)
+    """Decisions after which a level that did not earn its gain is tried again; twice as many after each failure."""
+
+
 Concurrency = Annotated[FixedConcurrency | AdaptiveConcurrency, Field(discriminator="type")]
 
 
@@ -372,6 +395,7 @@ class OrchestratorKeys(Section):
     resumed there plays what it would have played. `rl` fills it in with ckpt.interval."""
     max_off_policy_steps: int = Field(8, ge=0)
     """Rollouts whose first token is older than this many steps are dropped, as whole groups."""
+    steering: SteeringSection | None = None
     concurrency: Concurrency = FixedConcurrency()
     max_inflight_rollouts: int | None = Field(None, gt=0)
     """Rollouts running at once; None: (max_async_level + 1) batches."""

@@ -27,6 +27,41 @@ class ColocateSection(Section):
     version brings all. A version that is an adapter or a delta does not bring all."""
 
 
+class PricesSection(Section):
+    """What a run pays for, in any one currency. Frozen models have prices of their own, which count too."""
+
+    hour: float = Field(0.0, ge=0)
+    """Price of an hour of everything that the run holds: all its machines together."""
+    sampled_tokens: float = Field(0.0, ge=0)
+    """Price of a million sampled tokens, of all rollouts that were played, trained or not."""
+    trained_tokens: float = Field(0.0, ge=0)
+    """Price of a million trained tokens, prompts included."""
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything has a price."""
+        return bool(self.hour or self.sampled_tokens or self.trained_tokens)
+
+
+class BudgetSection(Section):
+    """Present: what the run may use, over all its starts. At the first bound that it reaches it saves a checkpoint and
+    ends, at most one step later; `--resume` with a larger bound goes on."""
+
+    max_hours: float | None = Field(None, gt=0)
+    """Hours of the run's processes, without the time between two starts; None: no bound."""
+    max_tokens: int | None = Field(None, gt=0)
+    """Trained tokens, prompts included; None: no bound."""
+    max_cost: float | None = Field(None, gt=0)
+    """Cost, in the currency of the prices; None: no bound."""
+    prices: PricesSection = PricesSection()
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The bounds that are given, by key."""
+        keys = ("max_hours", "max_tokens", "max_cost")
+        return {key: float(value) for key in keys if (value := getattr(self, key)) is not None}
+
+
 class ServiceRunSection(Section):
     """Present (`--service URL`): a training service trains this run's adapter and samples from it (`stretto serve`);
     only the orchestrator and a stand-in for the trainer run here."""
@@ -66,6 +101,7 @@ class RunKeys(Section):
     tokenizer: TokenizerSection = TokenizerSection()
     max_steps: int | None = Field(None, gt=0)
     """Steps to train; None: until stopped."""
+    budget: BudgetSection | None = None
     seq_len: int = Field(2048, gt=1)
     """Longest prompt plus reply, tokens; also the size of a packed row."""
     seed: int = Field(0, ge=0, lt=2**63)

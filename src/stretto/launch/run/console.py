@@ -91,8 +91,8 @@ class Console:
         footer = self._footer
         footer.add_step(status)
         left_s = None
-        if footer.max_steps and not self._is_tty:  # on a terminal the footer shows it
-            left_s = time_left(footer.arrivals, footer.max_steps)
+        if footer.last_step and not self._is_tty:  # on a terminal the footer shows it
+            left_s = time_left(footer.arrivals, footer.last_step)
         columns = shutil.get_terminal_size().columns - 1 if self._is_tty else None
         text = step_line(status, footer.max_steps, left_s=left_s, columns=columns)
         if self._is_tty or now - self._printed_at >= _MIN_INTERVAL_S or footer.step == footer.max_steps:
@@ -174,6 +174,7 @@ def step_line(
     step = int(status.get("step", 0))
     staleness_max = status.get("staleness_max")
     maximum = "" if staleness_max is None else f" (max {staleness_max:.0f})"
+    until = "" if status.get("budget_step") is None else f" (to step {status['budget_step']:.0f})"
     shown: dict[str, Callable[[Any], str]] = {
         "reward": lambda reward: f"reward {reward:.3f}",
         "entropy": lambda entropy: f"entropy {entropy:.2f}",
@@ -182,6 +183,7 @@ def step_line(
         "mismatch_kl": lambda mismatch: f"mismatch kl {mismatch:.1e}",
         "staleness": lambda staleness: f"staleness {staleness:.1f}{maximum}",
         "tokens_per_s": lambda speed: f"{quantity(speed)} tok/s",
+        "budget": lambda share: f"budget {share:.0%}{until}",
         "left": lambda seconds: f"{duration(seconds)} left",
         "loss": lambda loss: f"loss {loss:8.5f}",
         "waits": lambda waits: (

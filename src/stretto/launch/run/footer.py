@@ -56,6 +56,13 @@ class Footer:
         """The latest steps, each with the time at which it was reported."""
         return list(self._arrivals)
 
+    @property
+    def last_step(self) -> int | None:
+        """The step after which the run ends: the last one, or that with which its budget would end."""
+        budget_step = self._status.get("budget_step")
+        ends = [int(step) for step in (self.max_steps, budget_step) if step]
+        return min(ends, default=None)
+
     def set_phase(self, text: str) -> None:
         """Set what the run does while no step is trained; "" once steps are trained."""
         if text != self._phase:
@@ -99,12 +106,13 @@ class Footer:
         if self._phase:
             waited_s = self._clock() - self._phase_at
             return f"... {self._phase}" + (f" ({duration(waited_s)})" if waited_s >= SLOW_PHASE_S else "")
-        if not self.max_steps:
+        if not (last := self.last_step):
             return f"step {self.step}, no last step set"
-        left = time_left(self.arrivals, self.max_steps)
+        left, budget = time_left(self.arrivals, last), self._status.get("budget")
         ending = "" if left is None else f"  {duration(left)} left"
-        share = min(self.step / self.max_steps, 1.0)
-        return f"{bar(share, width)}{share:4.0%}  step {self.step}/{self.max_steps}{ending}"
+        ending += "" if budget is None else f"  budget {budget:.0%}"
+        share, about = min(self.step / last, 1.0), "" if last == self.max_steps else "about "
+        return f"{bar(share, width)}{share:4.0%}  step {self.step}/{about}{last}{ending}"
 
     def _details(self, width: int) -> list[str]:
         """Reward and waits, once there are two steps."""

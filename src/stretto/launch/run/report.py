@@ -29,6 +29,7 @@ from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import resume_text
 from stretto.ledger.audit import report_of
 from stretto.monitors.file import moving_mean, read_metrics
+from stretto.monitors.purse import larger_bound
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,9 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         values = [summary.get(before), summary.get(after)]
         return None if None in values else f"{values[0]:.3f} -> {values[1]:.3f}"
 
+    used = summary.get("used") or {}
+    cost = "" if used.get("cost") is None else f", cost {used['cost']:.4g}"
+
     def shown(key: str, form: Callable[[Any], str]) -> str | None:
         return None if summary.get(key) is None else form(summary[key])
 
@@ -106,6 +110,7 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         "held-out reward, greedy": change("greedy_before", "greedy_after"),
         "steps": shown("steps", str),
         "time": shown("wall_s", duration),
+        "used, all starts": f"{used['hours']:.4g} h, {quantity(used['tokens'])} trained tokens{cost}" if used else None,
         "tokens per second": shown("tokens_per_s", quantity),
         "largest mismatch KL": shown("mismatch_kl_max", lambda value: f"{value:.1e}"),
         "resumed": shown("resumed", lambda value: "yes" if value else "no"),
@@ -122,17 +127,31 @@ def next_commands(plan: LaunchPlan) -> list[str]:
     if plan.run.latest_weights.exists():
         commands.append(f"{program('eval')} @ {shlex.quote(str(plan.run.config('eval')))}")
         commands.append(f"{program('inference')} --model {shlex.quote(str(plan.run.latest_weights))}")
-    if step := plan.run.latest_complete_checkpoint():
+    step, budget = plan.run.latest_complete_checkpoint(), _larger_budget(plan)
+    if step and budget is not None:
+        last = f" --max-steps {plan.config.max_steps}" if plan.config.max_steps else ""
+        command = resume_command(plan.run, without=(budget.partition(" ")[0],))
+        commands.append(f"{command}{last} {budget}")
+    elif step:
         target = plan.config.max_steps or step
         more = step + max(1, math.ceil(target / 2)) if step >= target else target
         commands.append(f"{resume_command(plan.run)} --max-steps {more}")
     return commands
 
 
+def _larger_budget(plan: LaunchPlan) -> str | None:
+    """The words that raise the bound at which the run has ended; None if no bound has ended it."""
+    reason, budget = read_json(plan.run.summary).get("stopped_because") or "", plan.config.budget
+    bounds = {} if budget is None else budget.bounds
+    ended = [key for key in bounds if str(reason).startswith(f"budget.{key} ")]
+    return larger_bound(ended[0], bounds[ended[0]]) if ended else None
+
+
 def _how_to_continue(plan: LaunchPlan) -> str:
     step = plan.run.latest_complete_checkpoint()
     if step:
         keep = f" --max-steps {plan.config.max_steps}" if plan.config.max_steps else ""
+        keep += f" {budget}" if (budget := _larger_budget(plan)) is not None else ""
         text = f"continue from step {step}:\n  {resume_command(plan.run)}{keep}"
         resume, before = plan.config.resume, [s for s in plan.run.complete_checkpoints() if s < step]
         if resume is not None and resume.dir is None and resume.step == step and before:
@@ -145,12 +164,16 @@ def _how_to_continue(plan: LaunchPlan) -> str:
     return f"no checkpoint was complete yet; start over:\n  {again}"
 
 
-def resume_command(run: RunDir) -> str:
-    return f"{restart_command(run)} --resume"
+def resume_command(run: RunDir, *, without: Sequence[str] = ()) -> str:
+    return f"{restart_command(run, without=without)} --resume"
 
 
-def restart_command(run: RunDir, argv: Sequence[str] | None = None, *, keeps_resume: bool = False) -> str:
+def restart_command(
+    run: RunDir, argv: Sequence[str] | None = None, *, keeps_resume: bool = False, without: Sequence[str] = ()
+) -> str:
     """The command of this process without --clean, --max-steps and, unless keeps_resume, the --resume options.
+
+    without: further options that are left out.
 
     For a run that was started by `vime` it is `rl` with the run's config, since these options are those of `rl`.
     """
@@ -165,7 +188,7 @@ def restart_command(run: RunDir, argv: Sequence[str] | None = None, *, keeps_res
         word = words.pop(0)
         name = word.partition("=")[0].replace("_", "-")
         is_start = name.startswith(("--resume", "--no-resume", "--ckpt.resume-step"))
-        if name in ("--clean", "--no-clean", "--max-steps") or (is_start and not keeps_resume):
+        if name in ("--clean", "--no-clean", "--max-steps", *without) or (is_start and not keeps_resume):
             if "=" not in word and words and not words[0].startswith(("-", "@")):
                 words.pop(0)
             continue

@@ -247,6 +247,11 @@ class Buffer:
         are_all_shipped = bounds.max_steps is not None and step > bounds.max_steps
         return are_all_shipped or version < bounds.first_version or bounds.version_of(step) > version
 
+    def set_async_level(self, level: int) -> None:
+        """Let generation be this many steps ahead from now on; what is ahead already stays."""
+        self.bounds = replace(self.bounds, max_async_level=level)
+        self._wake()
+
     def limit_running(self, num_groups: int) -> None:
         """Start no group while num_groups run; running groups are not stopped."""
         self.max_running = num_groups

@@ -186,7 +186,7 @@ class Diagnosis:
                 f"mismatch KL is {mismatch:.2g} nats per token (mean of {WINDOW} steps): the trained policy is far "
                 "from the one that sampled the tokens. Lower trainer.optim.lr, or max_async_level.",
             )
-        samples, tokens = (fmean(row.get(f"ess/{name}", 1.0) for row in self.last) for name in ("sample", "token"))
+        samples, tokens = (fmean(row.get(f"ess/{name}", 1.0) for row in self.last) for name in ("rollouts", "tokens"))
         if samples < LEAST_ESS and tokens < LEAST_TOKEN_ESS:
             yield (
                 "ess",

@@ -20,6 +20,7 @@ import time
 from stretto.base.aio import task_group
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, WireError
 from stretto.base.status import DEVICES_FREE, is_supervised, report
+from stretto.config.sections.orchestrator import EvalSection
 from stretto.orchestrator.eval.best import BestKeeper, best_of
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
@@ -29,6 +30,8 @@ from stretto.orchestrator.run.membership import POLL_S, Membership
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.pipeline import GroupPipeline
 from stretto.orchestrator.run.ship import ENGINE_LOADS_INTERVAL_S, BatchShipper, engine_loads, engine_metrics
+from stretto.orchestrator.run.steering import EVENT as STEERING
+from stretto.orchestrator.run.steering import Steering
 from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.records.control import (
@@ -45,6 +48,10 @@ from stretto.records.control import (
 )
 
 logger = logging.getLogger(__name__)
+
+BUDGET_INTERVAL_S = 30.0
+"""The longest between two looks at what frozen models cost; times are known ahead."""
+CLOCK_SLACK_S = 0.01
 
 
 class CheckpointWriter:
@@ -84,14 +91,17 @@ class Loop:
         self.parts, self.cfg, self.buffer, self.progress = run, run.cfg, run.buffer, run.progress
         self.start = run.progress.step
         self._pipeline = GroupPipeline(run)
-        self._shipper = BatchShipper(run)
+        self._shipper = BatchShipper(run, self._end_early)
         self._checkpoints = CheckpointWriter(run)
         self._best = BestKeeper(run.run_dir, self.start)
         self.stopped_because: str | None = None
-        """Why the run ended before its last step, if early_stop or the cost of a model ended it."""
+        """Why the run ended before its last step, if early_stop, its budget or the cost of a model ended it."""
         for spending in run.spendings:
             spending.stop = self._end_early
         self._limit = build_limit(run.cfg, run.buffer)
+        self._steering = (
+            None if run.cfg.steering is None else Steering(run.cfg.steering, run.buffer.bounds.max_async_level)
+        )
         self._reports = telemetry.StepReports(run, self._limit)
         self._is_stopping = asyncio.Event()
         self._interrupting: asyncio.Task[None] | None = None
@@ -119,6 +129,7 @@ class Loop:
                 tasks.create_task(self.parts.engines.watch(), name="watch_engines"),
                 tasks.create_task(self.adapt_concurrency(), name="adapt_concurrency"),
                 tasks.create_task(self.record_engines(), name="record_engines"),
+                tasks.create_task(self.watch_budget(), name="watch_budget"),
             ]
             if self.cfg.debug is None:
                 background.append(tasks.create_task(self.follow_membership(), name="follow_membership"))
@@ -243,6 +254,14 @@ class Loop:
                 membership.update(tasks)
                 await asyncio.sleep(POLL_S)
 
+    async def watch_budget(self) -> None:
+        """End the run when time brings it to a bound of its budget, also while a batch is played."""
+        purse = self.parts.purse
+        while purse.has_bounds and not self.was_stopped:
+            if (reason := purse.excess()) is not None:
+                self._end_early(reason)
+            await asyncio.sleep(min(purse.seconds_left(), BUDGET_INTERVAL_S) + CLOCK_SLACK_S)
+
     def _begin_drawing(self, tasks: asyncio.TaskGroup) -> None:
         """Draw and play groups from now on: the first version is loaded."""
         report("phase", text="playing the first rollouts")
@@ -264,7 +283,7 @@ class Loop:
             version = await self.parts.versions.load_next()
             self.parts.watch.progress(f"version {version} loaded")
             sending = asyncio.create_task(self._announce_loaded(version))
-            is_due = self._should_evaluate(version)
+            is_due = self.cfg.eval is not None and self._should_evaluate(self.cfg.eval, version)
             if self.parts.curriculum.pools:
                 self.parts.curriculum.advance(version)
             if is_due and self.cfg.max_async_level == 0:  # synchronous: an eval runs alone
@@ -285,10 +304,10 @@ class Loop:
             self._announced_version = version
             self._trainer_changed.notify_all()
 
-    def _should_evaluate(self, version: int) -> bool:
+    def _should_evaluate(self, section: EvalSection, version: int) -> bool:
         if self.was_stopped or version in self.progress.sampled:
             return False
-        return self.cfg.eval is not None and self.cfg.eval.is_due(version, end=self.cfg.max_steps)
+        return section.is_due(version, end=self.cfg.max_steps)
 
     async def evaluate(self, version: int) -> None:
         """Evaluate the loaded version on held-out tasks; the next version waits for it."""
@@ -385,12 +404,35 @@ class Loop:
     async def _on_step_done(self, done: StepDone) -> None:
         if done.step != self.progress.step + 1 or done.step not in self._shipper.rows:
             raise WireError(f"the trainer finished step {done.step} after step {self.progress.step}")
-        self.parts.ledger.step_trained(done.step, done.metrics)
-        self._reports.report(done, self._shipper.rows.pop(done.step))
+        row, purse = self._shipper.rows.pop(done.step), self.parts.purse
+        models_cost = sum(each.cost for each in self.parts.spendings)
+        row.metrics |= purse.end_step(done.step, row.num_batch_tokens, row.num_played_tokens, models_cost)
+        self.parts.ledger.step_trained(done.step, done.metrics, purse.saved)
+        self._reports.report(done, row)
         if self._best.wanted is not None:
             self._best.keep_if_there()
+        self._shipper.step_done.set()
+        if self._steering is not None:
+            self._steer(done, row)
+        if purse.has_bounds and done.step != self.cfg.max_steps and (reason := purse.excess()) is not None:
+            self._end_early(reason)
         async with self._trainer_changed:
             self._trainer_changed.notify_all()
+
+    def _steer(self, done: StepDone, row: telemetry.StepRow) -> None:
+        """Choose how far generation may be ahead, after a step."""
+        steering, now, shipper = self._steering, asyncio.get_running_loop().time(), self._shipper
+        assert steering is not None, "the caller has looked"
+        waited_s, shipper.trained_at = shipper.waited_s.pop(done.step, 0.0), now
+        decision = steering.add_step(done.step, now, row.num_tokens, done.metrics, waited_s)
+        if decision is None:
+            return
+        self.parts.ledger.event(STEERING, decision.as_dict())
+        self.parts.monitors.log(done.step, {"steering/effective_tokens_per_s": decision.effective_tokens_per_s})
+        logger.info("%s", decision)
+        if decision.level != decision.level_before:
+            report("note", text=str(decision))
+            self.buffer.set_async_level(decision.level)
 
     # -- the end --
 

@@ -9,6 +9,7 @@ from stretto.base.watch import Watch
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.ledger.writer import Ledger
 from stretto.monitors.base import Monitors
+from stretto.monitors.purse import Purse
 from stretto.orchestrator.batch import Cost
 from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.eval.evaluator import Evaluator
@@ -53,4 +54,5 @@ class RunParts:
     rollout_function: UserRolloutFunction | None = None  # the user's function that plays instead of us
     teachers: Teachers = field(default_factory=Teachers)  # of environments that are distilled
     spendings: tuple[Spending, ...] = ()  # of the frozen models that environments ask
+    purse: Purse = field(default_factory=lambda: Purse(None))
     vocab_size: int | None = None  # of the tokenizer; needed by the gibberish filter

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
@@ -45,10 +45,14 @@ ENGINE_METRICS = {
 class BatchShipper:
     """Ships each batch as soon as its groups are ready and max_async_level allows it."""
 
-    def __init__(self, run: RunParts) -> None:
-        self.parts, self.cfg, self.buffer = run, run.cfg, run.buffer
+    def __init__(self, run: RunParts, end_early: Callable[[str], None]) -> None:
+        """end_early: ends the run, which is told why."""
+        self.parts, self.cfg, self.buffer, self.end_early = run, run.cfg, run.buffer, end_early
         self.rows: dict[int, StepRow] = {}  # by step, of those shipped and not trained yet
         self.idle_s = 0.0  # the buffer's, at the last batch
+        self.waited_s: dict[int, float] = {}  # by step, of those shipped: how long the trainer had no batch before it
+        self.trained_at = 0.0  # when the latest step was trained, by the event loop's clock
+        self.step_done = asyncio.Event()  # set whenever a step is trained
         self._filters, self._has_trackers = run.cfg.all_filters, run.monitors.has_trackers
         self._num_lost = 0  # groups in a row that were dropped because a hook raised
         self._next_warning = 0  # the first step that may warn again
@@ -66,7 +70,7 @@ class BatchShipper:
         last = self.cfg.max_steps
         while last is None or self.buffer.next_step <= last:
             slots = await self.buffer.next_batch()
-            if slots is None:
+            if slots is None or (self.parts.purse.has_bounds and not await self._is_affordable()):
                 return
             try:
                 if (hooks := self.parts.hooks) is not None and hooks.selects_groups:
@@ -83,6 +87,25 @@ class BatchShipper:
                 continue
             self._num_lost = 0
             await self.ship(slots, samples, logged)
+
+    async def _is_affordable(self) -> bool:
+        """Whether the budget allows another step; if not, the run is told to end.
+
+        A batch waits while the steps under way are expected to reach a bound, and until this start knows how long a
+        step takes.
+        """
+        while self.rows and self._reaches_bound():
+            self.step_done.clear()
+            await self.step_done.wait()
+        if (reason := self.parts.purse.excess()) is not None:
+            self.end_early(reason)
+        return not self.buffer.is_closed
+
+    def _reaches_bound(self) -> bool:
+        """Are the steps under way expected to use up the budget?"""
+        purse, rows = self.parts.purse, self.rows.values()
+        used = purse.spent_after(len(rows), sum(row.num_batch_tokens for row in rows))
+        return not purse.has_timed_a_step or purse.excess(used) is not None
 
     async def _select_slots(self, hooks: BatchHooks, slots: list[Slot]) -> list[Slot]:
         """The slots that a hook selects from all ready ones.
@@ -129,7 +152,10 @@ class BatchShipper:
         discarded = self.buffer.discarded(slots)
         staleness = [self.buffer.staleness(slot) for slot in slots]
         groups, unused = [slot.played for slot in slots], [slot.played for slot in discarded]
+        num_played_tokens = sum(self.buffer.counts.ends.lengths)
         row = self._build_row(groups, unused, staleness)
+        row.num_played_tokens = num_played_tokens
+        row.num_batch_tokens = sum(slot.num_tokens for slot in slots)
         user_metrics, replaces_ours = logged
         row.metrics = ({} if replaces_ours else row.metrics) | user_metrics
         if run.baselines.algos:
@@ -144,6 +170,9 @@ class BatchShipper:
         row.metrics["groups/unaccounted"] = float(self.buffer.num_unaccounted)
         row.metrics["time/pack"] = time.perf_counter() - started
         row.idle_s, self.idle_s = self.buffer.idle_s - self.idle_s, self.buffer.idle_s
+        if self.cfg.steering is not None:
+            has_waited = not self.rows and self.trained_at
+            self.waited_s[step] = asyncio.get_running_loop().time() - self.trained_at if has_waited else 0.0
         self.rows[step] = row
         if self.cfg.filter_zero_advantages and not all(slot.has_signal for slot in slots):
             self._warn_without_signal(step, slots)

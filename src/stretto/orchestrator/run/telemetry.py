@@ -34,6 +34,8 @@ STATUS_METRICS = {
     "staleness": "off_policy/mean",
     "staleness_max": "off_policy/max",
     "tokens_per_s": "tokens_per_s",
+    "budget": "budget/share",
+    "budget_step": "budget/last_step",
 }
 """The metric of each field of a step's status."""
 
@@ -45,6 +47,8 @@ class StepRow:
     metrics: dict[str, float]
     num_rollouts: int
     num_tokens: int  # sampled
+    num_batch_tokens: int = 0  # prompts included
+    num_played_tokens: int = 0  # sampled in rollouts that have ended since the batch before, trained or not
     idle_s: float = 0.0  # time without a running rollout since the batch before
     # For trackers, at some steps only: some rollouts, and values for histograms.
     examples: Sequence[TableRow] = ()
@@ -91,6 +95,7 @@ class StepReports:
 
     def begin(self) -> None:
         """Count the time of training from now on: the first task is drawn."""
+        self._parts.purse.begin(self._parts.progress.step)
         self._step_done_at = time.perf_counter()
         self._train_from = self._step_done_at - self._parts.progress.train_s
 
@@ -142,6 +147,7 @@ class StepReports:
             "time/wait_for_rollouts": done.wait_s,
             "time/update_weights": run.versions.load_s,
             "canary/error": run.versions.canary_error,
+            **({} if run.cfg.steering is None else {"steering/level": float(run.buffer.bounds.max_async_level)}),
             **({} if self._limit is None else {"concurrency/limit": float(self._limit.limit)}),
             # The ends of two steps may arrive together: then only the trainer knows how long the second one took.
             "tokens_per_s": row.num_tokens / max(step_s, done.time_s),

@@ -14,7 +14,9 @@ from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.config.root import OrchestratorConfig
 from stretto.envs.base import Environment, tasks_of
-from stretto.ledger.writer import Ledger
+from stretto.ledger.reader import LedgerReader
+from stretto.ledger.writer import USED, Ledger
+from stretto.monitors.purse import Used
 from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.eval.results import load_mean_rewards
 from stretto.orchestrator.groups.buffer import Buffer
@@ -60,6 +62,18 @@ def starting_point(cfg: OrchestratorConfig) -> Progress:
             if mode in means_of_eval:
                 means.setdefault(step, means_of_eval[mode])
     return progress
+
+
+def used_before(run_dir: RunDir, progress: Progress) -> Used:
+    """What a run has used in its earlier starts, also in those steps that a resume takes back.
+
+    progress: of the checkpoint, which knows the time of a run whose ledger does not.
+    """
+    if run_dir.ledger.exists():
+        with LedgerReader(run_dir) as reader:
+            if events := reader.events(USED):
+                return Used.of(events[-1]["data"])
+    return Used(seconds=progress.wall_s)
 
 
 def with_fingerprints(cfg: OrchestratorConfig, progress: Progress, envs: Sequence[Environment]) -> Progress:

@@ -1,0 +1,184 @@
+"""Steers how far generation is ahead, for most effective tokens per second; the key is [orchestrator.steering].
+
+Levels are the rungs of a ladder: 1, 2, 3, 4, 6, 8, 12, 16 and so on, between the bounds. After a change the steps in
+which it takes effect are left out; then `interval` steps are measured, and one decision is made:
+
+    effective sample size below min_ess      one rung down
+    the level does not earn its gain         one rung down; tried again after `retry` decisions, then twice as many
+    the trainer waits                        up to where it would not wait, if rollouts per second grow with those in
+                                             flight; decided after EARLY_STEPS if it waits for most of the time
+    no lower rung was measured for a while   one rung down, to see whether it is as good
+    else                                     no change
+
+The gain of a level is measured against the highest one below it that is known: d levels more must give d * min_gain.
+One measurement does not condemn a level unless it is slower by a tenth. Time, tokens and waits are arguments: nothing
+here waits or asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stretto.config.sections.orchestrator import SteeringSection
+
+EVENT = "steering"
+"""The ledger's event of a decision: the fields of Decision."""
+MEMORY = 24  # decisions after which what was measured of a level is forgotten
+MOST_WEIGHT = 6  # measurements of a level whose mean counts
+LARGE_WAIT = 1 / 3
+EARLY_STEPS = 4
+CLEARLY_SLOWER = -0.1
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decision, after a step: the level from now on, and what was measured at the one before."""
+
+    step: int
+    level_before: int
+    level: int
+    effective_tokens_per_s: float
+    ess: float
+    waited: float
+    """Share of the time in which the trainer waited for a batch."""
+    reason: str
+
+    def __str__(self) -> str:
+        change = f"{self.level_before} -> {self.level}" if self.level != self.level_before else f"stays {self.level}"
+        return (
+            f"step {self.step}: asynchrony {change}, {self.reason} ({self.effective_tokens_per_s:.0f} effective tokens "
+            f"per second, ess {self.ess:.2f}, the trainer waited {self.waited:.0%})"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row of the ledger."""
+        return asdict(self)
+
+
+@dataclass
+class Window:
+    """What is summed over the steps that are measured."""
+
+    began: float
+    steps: int = 0
+    tokens: float = 0.0
+    effective: float = 0.0
+    waited_s: float = 0.0
+
+
+@dataclass
+class Speed:
+    """The effective tokens per second of a level: a mean of num measurements, the latest at decision `at`."""
+
+    mean: float
+    num: int
+    at: int
+
+
+class Steering:
+    """Chooses the level; `level` is the current one."""
+
+    def __init__(self, cfg: SteeringSection, level: int) -> None:
+        self.cfg, self.rungs = cfg, ladder(cfg.min_level, cfg.max_level)
+        self._rung = max(i for i, rung in enumerate(self.rungs) if rung <= max(level, self.rungs[0]))
+        self._num_decisions = 0
+        self._speeds: dict[int, Speed] = {}  # by level
+        self._failures: dict[int, int] = {}  # by level
+        self._blocked_until: dict[int, int] = {}  # by level: the decision
+        self._left_out = self.level + 1  # steps until a change has taken effect
+        self._window: Window | None = None
+
+    @property
+    def level(self) -> int:
+        return self.rungs[self._rung]
+
+    def add_step(
+        self, step: int, now: float, tokens: float, metrics: Mapping[str, float], waited_s: float
+    ) -> Decision | None:
+        """Add a trained step of so many sampled tokens; a decision if it ends a measurement.
+
+        now: seconds of any clock; waited_s: how long the trainer had no batch before this one.
+        """
+        if self._left_out > 0 or self._window is None:
+            self._left_out -= 1
+            self._window = Window(now)
+            return None
+        ess, window = metrics.get(f"ess/{self.cfg.effective}", 1.0), self._window
+        window.steps, window.tokens = window.steps + 1, window.tokens + tokens
+        window.effective, window.waited_s = window.effective + tokens * ess, window.waited_s + waited_s
+        took = now - window.began
+        if took <= 0 or not self._is_long_enough(window, window.waited_s / took):
+            return None
+        speed, ess = window.effective / took, window.effective / max(window.tokens, 1.0)
+        decision = self._decide(step, speed, ess, min(window.waited_s / took, 1.0))
+        self._window = Window(now)
+        if decision.level != decision.level_before:
+            self._left_out = max(decision.level, decision.level_before) + 1
+        return decision
+
+    def _is_long_enough(self, window: Window, waited: float) -> bool:
+        """Is the measurement over? A trainer that mostly waits is helped early, unless that was tried."""
+        if window.steps >= self.cfg.interval:
+            return True
+        is_stuck = self._failures or self._rung + 1 == len(self.rungs)
+        return window.steps >= EARLY_STEPS and waited > LARGE_WAIT and not is_stuck
+
+    def _decide(self, step: int, speed: float, ess: float, waited: float) -> Decision:
+        before = self.level
+        self._num_decisions += 1
+        known = self._speed_of(before) or Speed(0.0, 0, 0)
+        num = min(known.num + 1, MOST_WEIGHT)
+        self._speeds[before] = Speed(known.mean + (speed - known.mean) / num, num, self._num_decisions)
+        self._rung, reason = self._next_rung(ess, waited)
+        return Decision(step, before, self.level, speed, ess, waited, reason)
+
+    def _next_rung(self, ess: float, waited: float) -> tuple[int, str]:
+        """The rung from now on, and why."""
+        cfg, rung, level = self.cfg, self._rung, self.level
+        if ess < cfg.min_ess:
+            if rung == 0:
+                return 0, f"ess is below min_ess = {cfg.min_ess:g} at the lowest level"
+            self._fail(level)
+            return rung - 1, f"ess is below min_ess = {cfg.min_ess:g}"
+        own = self._speeds[level]
+        lower = next((each for each in reversed(self.rungs[:rung]) if self._speed_of(each) is not None), None)
+        if lower is not None and (below := self._speeds[lower].mean) > 0:
+            gain, wanted = own.mean / below - 1, cfg.min_gain * (level - lower)
+            if gain < (wanted if own.num > 1 else CLEARLY_SLOWER):
+                self._fail(level)
+                return rung - 1, f"level {level} gives {gain:+.0%} over level {lower} and must give {wanted:+.0%}"
+        if waited > cfg.min_wait and (up := self._rung_without_wait(waited)) > rung:
+            return up, "the trainer waits"
+        if rung and lower is None:
+            return rung - 1, "is a lower level as good?"
+        return rung, "no other level is known to be better"
+
+    def _rung_without_wait(self, waited: float) -> int:
+        """The rung at which the trainer would not wait, below those that have failed lately; at least one up."""
+        wanted = (self.level + 1) / max(1 - waited, 0.05) - 1
+        up = self._rung
+        while up + 1 < len(self.rungs) and self._blocked_until.get(self.rungs[up + 1], 0) <= self._num_decisions:
+            if up > self._rung and self.rungs[up + 1] > wanted:
+                break
+            up += 1
+        return up
+
+    def _speed_of(self, level: int) -> Speed | None:
+        """What was measured of a level; None if that is forgotten."""
+        speed = self._speeds.get(level)
+        return speed if speed is not None and self._num_decisions - speed.at < MEMORY else None
+
+    def _fail(self, level: int) -> None:
+        self._failures[level] = failures = self._failures.get(level, 0) + 1
+        self._blocked_until[level] = self._num_decisions + self.cfg.retry * 2 ** (failures - 1)
+
+
+def ladder(low: int, high: int) -> list[int]:
+    """The levels from low to high: 1, 2, 3, 4, 6, 8, 12, 16, ..., and both bounds."""
+    rungs, power = {1, 2, 3, high, low}, 4
+    while power <= high:
+        rungs |= {power, power * 3 // 2}
+        power *= 2
+    return sorted(rung for rung in rungs if low <= rung <= high)

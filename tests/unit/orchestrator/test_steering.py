@@ -1,0 +1,155 @@
+"""[orchestrator.steering] finds a level that is nearly the best fixed one, and says in the ledger what it decides."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+import pytest
+from fakes import FakeEngine, FakeTrainer, parrot
+from orchestrator_runs import config, train
+
+from stretto.base.errors import ConfigError
+from stretto.config.load import load
+from stretto.config.root import RLConfig
+from stretto.config.sections.orchestrator import SteeringSection
+from stretto.ledger.audit import audit
+from stretto.ledger.reader import LedgerReader
+from stretto.monitors.file import read_metrics
+from stretto.orchestrator.run.steering import Steering, ladder
+
+
+class AgingTrainer(FakeTrainer):
+    """Tokens lose `decay` of their worth with each version of age, as the effective sample size says."""
+
+    def __init__(self, decay: float, **settings) -> None:
+        super().__init__(**settings)
+        self.decay, self.worth = decay, []  # seconds, and effective tokens, of each step
+
+    def _emit(self, message) -> None:
+        if isinstance(metrics := getattr(message, "metrics", None), dict) and "loss/mean" in metrics:
+            rows = [row for batch in self.batches[-1] for row in batch.micro_batches]
+            ages = [message.step - 1 - version for row in rows for version in row.first_versions]
+            metrics["ess/tokens"] = fmean(math.exp(-self.decay * age) for age in ages)
+            tokens = sum(int(row.loss_mask.sum()) for row in rows)
+            self.worth.append((asyncio.get_running_loop().time(), tokens * metrics["ess/tokens"]))
+        super()._emit(message)
+
+
+def run(path, seed, level, steering=None, *, median, sigma, train_s, decay, steps=200, **settings):
+    """A run whose rollouts take log-normal times; its trainer and loop."""
+    rng = random.Random(seed)
+    engine = FakeEngine(parrot(0.5), delay=lambda _: median * rng.lognormvariate(0.0, sigma))
+    trainer = AgingTrainer(decay, max_steps=steps, step_delay=lambda _: train_s * rng.lognormvariate(0.0, 0.2))
+    shape = {"batch_size": 32, "group_size": 4, "filter_zero_advantages": False}
+    given = {} if steering is None else {"steering": steering}
+    cfg = config(path, max_steps=steps, max_async_level=level, **shape, **given, **settings)
+    return trainer, train(cfg, engine, trainer)
+
+
+def time_to(worth, goal):
+    """Seconds until so many effective tokens are trained."""
+    totals = accumulate(tokens for _, tokens in worth)
+    return next(at for (at, _), total in zip(worth, totals, strict=True) if total >= goal)
+
+
+def decisions(loop):
+    with LedgerReader(loop.parts.run_dir) as reader:
+        return [event["data"] for event in reader.events("steering")]
+
+
+TASKS = {
+    "slow rollouts": {"median": 30, "sigma": 1.0, "train_s": 8, "decay": 0.02},
+    "slow rollouts that age": {"median": 30, "sigma": 1.0, "train_s": 8, "decay": 0.15},
+    "fast rollouts": {"median": 3, "sigma": 0.5, "train_s": 10, "decay": 0.05},
+}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", TASKS)
+def test_a_steered_run_is_nearly_as_fast_as_the_best_level_and_no_slower_than_the_lowest(tmp_path, name):
+    seed = 1000 + list(TASKS).index(name)
+    fixed = {level: run(tmp_path / str(level), seed, level, **TASKS[name])[0].worth for level in (1, 2, 4, 8)}
+    goal = 0.9 * min(sum(tokens for _, tokens in worth) for worth in fixed.values())
+    times = {level: time_to(worth, goal) for level, worth in fixed.items()}
+    trainer, loop = run(tmp_path / "steered", seed, 1, {}, **TASKS[name])
+    took = time_to(trainer.worth, goal)
+    assert took <= 1.15 * min(times.values()) and took <= 1.05 * times[1]
+    assert decisions(loop) and not audit(loop.parts.run_dir)
+
+
+def test_each_decision_is_a_row_and_the_level_of_the_steps_after_it(tmp_path):
+    _, loop = run(tmp_path, 7, 1, {"max_level": 6, "interval": 4}, **TASKS["slow rollouts"], steps=60)
+    rows = decisions(loop)
+    assert rows[0]["level_before"] == 1 and all(a["level"] == b["level_before"] for a, b in pairwise(rows))
+    assert max(row["level"] for row in rows) == 6 and all(row["reason"] for row in rows)
+    steps = {row["step"]: row for row in read_metrics(loop.parts.run_dir.metrics("orchestrator"))}
+    for row in rows[:-1]:
+        assert steps[row["step"] + 1]["steering/level"] == row["level"]
+        assert steps[row["step"]]["steering/effective_tokens_per_s"] == row["effective_tokens_per_s"]
+
+
+def test_a_resumed_run_goes_on_at_its_level(tmp_path):
+    task = TASKS["slow rollouts"]
+    _, first = run(tmp_path, 7, 1, {"interval": 4}, **task, steps=30)
+    level = decisions(first)[-1]["level"]
+    assert level > 1
+    cfg = config(tmp_path, max_steps=60, steering={"interval": 4}, batch_size=32, group_size=4)
+    from stretto.orchestrator.main import build_bounds
+
+    assert build_bounds(cfg).max_async_level == level
+
+
+def steer(steering, waited, *, speed=lambda level: 100.0, ess=1.0, steps=400):
+    """Feed steps of 1 s whose tokens are `speed(level)`; the levels over time."""
+    levels = []
+    for step in range(1, steps + 1):
+        level = steering.level
+        steering.add_step(step, float(step), speed(level), {"ess/tokens": ess}, waited(level))
+        levels.append(steering.level)
+    return levels
+
+
+def test_a_trainer_that_never_waits_keeps_the_lowest_level():
+    assert set(steer(Steering(SteeringSection(), 1), lambda level: 0.0)) == {1}
+
+
+def test_levels_above_the_lowest_must_earn_their_gain():
+    levels = steer(Steering(SteeringSection(), 8), lambda level: 0.2)  # all are equally fast
+    assert levels[-1] == 1 and levels.count(1) > 150
+    earned = steer(Steering(SteeringSection(), 1), lambda level: 0.5 / level, speed=lambda level: 100.0 * level)
+    assert earned[-1] == 8 and earned.count(8) > 300  # from time to time it looks whether 6 is as good
+
+
+def test_waits_say_how_far_to_go():
+    levels = steer(Steering(SteeringSection(), 1), lambda level: 1 - (level + 1) / 6 if level < 5 else 0.0, steps=9)
+    assert levels[-1] == 4  # (1 + 1) / (1 - 2/3) - 1 = 5, and 4 is the rung below it
+
+
+def test_a_low_effective_sample_size_lowers_the_level_whatever_the_speed():
+    levels = steer(Steering(SteeringSection(), 8), lambda level: 0.9, speed=lambda level: 100.0 * level, ess=0.3)
+    assert set(levels[120:]) == {1}
+
+
+def test_the_ladder_has_both_bounds():
+    assert ladder(1, 8) == [1, 2, 3, 4, 6, 8] and ladder(2, 5) == [2, 3, 4, 5] and ladder(1, 1) == [1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--deterministic"], r"orchestrator.steering follows measured times, and deterministic = true allows none"),
+        (["--orchestrator.steering.max_level", "12"], r"max_level = 12 is above .*max_off_policy_steps = 8"),
+        (["--orchestrator.steering.min_level", "4"], r"max_async_level = 1 is where steering starts, and not between"),
+        (["--orchestrator.max_async_level", "0"], r"max_async_level = 0 is synchronous, and .*starts there"),
+        (["--orchestrator.oversampling_factor", "2"], r"fixes the rollouts in flight that steering sets"),
+        (["--colocate", "{}"], r"orchestrator.steering does nothing with colocate, whose steps are synchronous"),
+    ],
+)
+def test_what_steering_cannot_do_is_refused(words, message):
+    given = ["--orchestrator.env", '[{"id": "sort-letters"}]', "--orchestrator.steering", "{}"]
+    with pytest.raises(ConfigError, match=message):
+        load(RLConfig, [*given, *words])
