@@ -168,7 +168,8 @@ def test_the_rollouts_of_a_filter_are_those_of_the_ledger(tab: Any, address: str
     assert any(colours)  # by log-probability, unless something else is chosen
     tab.locator(".detail select").select_option("none")
     assert tab.locator(".detail .text span").count() == 0
-    assert tab.locator(".detail select option[disabled]").all_inner_texts()[0].endswith("not kept")
+    tab.locator(".detail select").select_option("entropy")  # written down at every step, without a setting
+    tab.locator(".detail .text span").first.wait_for()
 
 
 def test_text_is_searched_and_what_is_found_is_saved(tab: Any, address: str) -> None:
@@ -251,7 +252,7 @@ def test_what_is_drawn_stays_as_the_run_goes_on(tab: Any, address: str, ended: P
             go_on()
     assert tab.locator("figure").count() == 2 and tab.evaluate(picture) == zoomed
     tab.goto(f"{address}#/now?run=live")
-    tab.locator(".headline").wait_for()
+    tab.locator(".headline").first.wait_for()
     tab.evaluate("getSelection().selectAllChildren(document.querySelector('.headline'))")
     go_on()
     tab.get_by_text("held while text is selected").wait_for()
