@@ -76,9 +76,9 @@ function scores(runs, lists) {
   lists.forEach((rows, at) => {
     if (rows.error) return;
     for (const row of rows) {
-      for (const key of Object.keys(row).filter((each) => FIRST.includes(each))) {
-        const [label, value] = scalar(key, row[key]);
-        if (value === null) continue;
+      const reported = Object.entries(row.metrics || {});
+      for (const [label, value] of [...Object.keys(row).filter((each) => FIRST.includes(each)).map((key) => scalar(key, row[key])), ...reported]) {
+        if (typeof value !== "number") continue;
         const title = `${row.env}: ${label}`, name = [runs.length > 1 ? runs[at] : null, row.mode].filter(Boolean).join(", ");
         if (!found.has(title)) found.set(title, new Map());
         const lines = found.get(title);
