@@ -212,6 +212,21 @@ def test_the_columns_of_sft_are_found() -> None:
         stretto.sft(dataset=[{"text": "a"}])
 
 
+def test_words_of_trl_are_answered_with_what_they_mean_and_not_with_what_is_spelled_alike() -> None:
+    meant = {
+        "save_strategy": "write ckpt={'interval': 10}",
+        "deepspeed": "write deployment={'num_train_gpus': 8}: parameters are always sharded",
+        "data_seed": "write seed=",
+        "rollout_func": '"generate": function',
+        "chat_template_kwargs": 'write **{"orchestrator.renderer.enable_thinking": ...}',
+        "torch_compile": 'write **{"model.compile": ...}',
+        "optimizers": "docs/python.md lists the keywords; `rl --help optimizers` searches the keys",
+    }
+    for name, words in meant.items():
+        with pytest.raises(ConfigError, match=re.escape(f"stretto.rl takes no {name}=") + ".*" + re.escape(words)):
+            stretto.rl(dataset=ROWS, **{name: 1})
+
+
 def test_sft_refuses_each_word_of_rewards() -> None:
     for name, value in {"reward": close, "reward_weights": [1.0], "env": SortLetters}.items():
         with pytest.raises(ConfigError, match=f"stretto.sft takes no {name}="):

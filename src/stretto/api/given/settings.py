@@ -87,6 +87,14 @@ TRL = {
     "max_tool_calling_iterations": "env=, an environment with limits = EpisodeLimits(max_turns=...)",
     "model_init_kwargs": 'model={"name": ..., "dtype": "bfloat16"}',
     "vllm_mode": "inference_gpu_ids= and trainer_gpu_ids=, the same GPUs for `colocate`",
+    "save_strategy": "ckpt={'interval': 10}",
+    "rollout_func": 'env={"id": "dataset", "args": {"path": "train.jsonl", "generate": function}}',
+    "fsdp": "deployment={'num_train_gpus': 8}: parameters are always sharded over the trainer's devices",
+    "deepspeed": "deployment={'num_train_gpus': 8}: parameters are always sharded over the trainer's devices",
+    "sync_ref_model": "nothing: the reference model is fixed",
+    "repetition_penalty": "nothing: the trainer could not know the probabilities that it changes",
+    "formatting_func": "nothing here: records have `messages`, or `prompt` and `completion`",
+    "compute_metrics": "env=, an environment whose score returns RolloutResult(reward=..., metrics={...})",
     "hub_model_id": "nothing here, and `stretto push RUN` afterwards",
     "packing": "nothing: rows are always packed, and samples do not see each other",
 }
@@ -224,8 +232,11 @@ def _meant(verb: str, name: str, known: Collection[str], root: type[Section]) ->
             return f'write **{{"{key}": ...}}'
         if key in keys_meant(name):
             return f"write {key}="
-    near = difflib.get_close_matches(name, known, n=1) or keys
-    return f"did you mean {near[0]}=?" if near else "docs/python.md lists them; `rl --help` has the sections"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75) or keys
+    if near:
+        return f"did you mean {near[0]}=?"
+    command = "eval" if verb == "evaluate" else verb
+    return f"docs/python.md lists the keywords; `{command} --help {name}` searches the keys"
 
 
 def _start_flag(name: str, value: Any) -> list[str]:
