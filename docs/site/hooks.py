@@ -22,7 +22,14 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ["README.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"]
-BEHIND = {"benchmarks/README.md", "CHANGELOG.md", "vime-flags.md", "add_a_model.md", "contributing.md", "architecture.md"}
+BEHIND = {
+    "benchmarks/README.md",
+    "CHANGELOG.md",
+    "vime-flags.md",
+    "add_a_model.md",
+    "contributing.md",
+    "architecture.md",
+}
 """Pages for other readers, which have every word: the search shows them after those that explain it."""
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?(\))")
 PICTURES = {".png", ".jpg", ".svg"}
