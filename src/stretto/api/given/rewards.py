@@ -71,7 +71,7 @@ def check(function: Reward, columns: Sequence[str], key: str) -> None:
 
 def rewards_of(
     functions: Mapping[str, Reward], weights: Sequence[float], columns: Sequence[str], prompt: str = "prompt"
-) -> Reward:
+) -> Callable[..., Any]:
     """The sum of these functions with their weights, as a function that `dataset` calls.
 
     It returns the sum as SUM, and of several functions each one's value, without its weight, as `reward_NAME`.
