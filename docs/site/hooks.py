@@ -22,6 +22,15 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ["README.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"]
+BEHIND = {
+    "benchmarks/README.md",
+    "CHANGELOG.md",
+    "vime-flags.md",
+    "add_a_model.md",
+    "contributing.md",
+    "architecture.md",
+}
+"""Pages for other readers, which have every word: the search shows them after those that explain it."""
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?(\))")
 PICTURES = {".png", ".jpg", ".svg"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".sh": "sh", ".yml": "yaml"}
@@ -56,7 +65,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links by path into links by page."""
+    """Turn links by path into links by page; lower some pages in the search."""
+    if page.file.src_uri in BEHIND:
+        page.meta["search"] = {"boost": 0.3}
     source = _path(page.file.src_uri)
     if source is None:
         return markdown

@@ -23,7 +23,10 @@ _HOMES = {"Run": "run", "compare": "run", "plot": "run", "rl": "verbs", "sft": "
 def __getattr__(name: str) -> Any:
     """The Python interface is imported when it is asked for: a command needs none of it."""
     if name not in _HOMES:
-        raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+        import sys  # with the module Python adds the name that is meant
+
+        text = f"module 'stretto' has no attribute {name!r}; it has {', '.join(__all__)}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     from importlib import import_module
 
     return getattr(import_module(f"stretto.api.{_HOMES[name]}"), name)

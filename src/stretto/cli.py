@@ -225,9 +225,8 @@ def _unexpected(error: Exception) -> str:
 
 
 def _completion(words: list[str]) -> int:
-    from stretto.config.describe import ROOTS
     from stretto.config.shells.completion import SHELLS, completion_script
-    from stretto.verbs import completions_of_plain_verbs
+    from stretto.verbs import completions_of_plain_verbs, root_of
 
     if words[:1] in (["-h"], ["--help"]):
         print(f"usage: source <(stretto completion {'|'.join(SHELLS)})")
@@ -235,7 +234,7 @@ def _completion(words: list[str]) -> int:
     if len(words) != 1 or words[0] not in SHELLS:
         raise ConfigError(f"stretto completion: {_no_shell(words, SHELLS)}")
     plain, verbs = completions_of_plain_verbs(), summaries()
-    roots = {verb: cls for verb, cls in ROOTS.items() if verb in verbs}
+    roots = {verb: root_of(verb) for verb in verbs if verb not in plain and verb != "completion"}
     print(completion_script(words[0], roots, list(verbs), plain), end="")
     return 0
 

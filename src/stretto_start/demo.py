@@ -54,8 +54,12 @@ def demo(words: Sequence[str]) -> int:
 
 
 def completions() -> list[str]:
-    """The lines of its completion: none, its flags are keys of two verbs."""
-    return []
+    """The lines of its completion: the keys that both verbs have."""
+    from stretto.config.root import RLConfig, SFTConfig
+    from stretto.config.shells.completion import flags_of
+
+    both = set(flags_of(SFTConfig))
+    return [line for line in flags_of(RLConfig) if line in both]
 
 
 def commands(example: Path, flags: Sequence[str]) -> list[list[str]]:

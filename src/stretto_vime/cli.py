@@ -79,10 +79,11 @@ def _convert(conversions: Mapping[Path, Path], model: Path, *, is_dry_run: bool)
 
 
 def completions() -> list[str]:
-    """The flags that act, with the values that they take."""
+    """Its help, and the flags that act with the values that they take."""
     from stretto_vime.flags.groups import BY_NAME
 
-    return [" ".join([name, *map(str, flag.choices)]) for name, flag in BY_NAME.items() if flag.state != "refused"]
+    flags = [" ".join([name, *map(str, flag.choices)]) for name, flag in BY_NAME.items() if flag.state != "refused"]
+    return ["--help", *flags]
 
 
 main = partial(run_command, "vime")

@@ -19,6 +19,8 @@ from runs import LONG_S, start, toml, untrained_model, wait
 
 from stretto.api.run import Run
 from stretto.base.paths import RunDir
+from stretto.orchestrator.eval.results import write_results
+from stretto.orchestrator.eval_scores import EvalScore
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-all")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -168,7 +170,8 @@ def test_the_rollouts_of_a_filter_are_those_of_the_ledger(tab: Any, address: str
     assert any(colours)  # by log-probability, unless something else is chosen
     tab.locator(".detail select").select_option("none")
     assert tab.locator(".detail .text span").count() == 0
-    assert tab.locator(".detail select option[disabled]").all_inner_texts()[0].endswith("not kept")
+    tab.locator(".detail select").select_option("entropy")  # written down at every step, without a setting
+    tab.locator(".detail .text span").first.wait_for()
 
 
 def test_text_is_searched_and_what_is_found_is_saved(tab: Any, address: str) -> None:
@@ -251,7 +254,7 @@ def test_what_is_drawn_stays_as_the_run_goes_on(tab: Any, address: str, ended: P
             go_on()
     assert tab.locator("figure").count() == 2 and tab.evaluate(picture) == zoomed
     tab.goto(f"{address}#/now?run=live")
-    tab.locator(".headline").wait_for()
+    tab.locator(".headline").first.wait_for()
     tab.evaluate("getSelection().selectAllChildren(document.querySelector('.headline'))")
     go_on()
     tab.get_by_text("held while text is selected").wait_for()
@@ -266,6 +269,29 @@ def test_two_runs_are_compared(tab: Any, address: str) -> None:
     tab.goto(f"{address}#/curves?run=live&run=copy&key=reward/mean")
     tab.locator("figure canvas").first.wait_for()
     assert tab.locator(".legend span").count() == 2
+
+
+def test_evals_have_a_curve_of_each_reward_in_one_colour_per_run(tab: Any, ended: Path, tmp_path: Path) -> None:
+    """The first run lacks a reward, and the second one keeps its colour there."""
+    for name, metrics in (("live", {"reward_right": 0.5}), ("copy", {"reward_right": 0.7, "reward_short": 0.1})):
+        shutil.copytree(ended / name, tmp_path / name)
+        for version in range(3):
+            score = EvalScore("echo", "sampled", 0.5, 1, {}, {}, 4, 0, 0, 7.0, 0.1, metrics, version)
+            write_results(RunDir(tmp_path / name).eval_results(version), [score])
+    with served(tmp_path) as own:
+        tab.goto("about:blank")
+        tab.goto(f"{own}#/evals?run=live&run=copy")
+        tab.locator("figure canvas").first.wait_for()
+        figures = tab.locator("figure").evaluate_all(
+            "all => all.map((each) => [each.querySelector('b').innerText, "
+            "Object.fromEntries([...each.querySelectorAll('.legend span')].map((line) => "
+            "[line.innerText.split(' ')[1], line.style.color]))])"
+        )
+        shown = dict(figures)
+        assert set(shown) == {"echo: mean", "echo: reward_right", "echo: reward_short"}
+        assert shown["echo: reward_short"] == {"copy,": shown["echo: mean"]["copy,"]}
+        assert shown["echo: reward_right"] == shown["echo: mean"] and len(set(shown["echo: mean"].values())) == 2
+        tab.goto("about:blank")
 
 
 def test_two_rollouts_of_a_task_stand_beside_each_other(tab: Any, address: str, ended: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -189,6 +189,9 @@ class Run:
 
         Raises: ConfigError for a run without rollouts or arguments that exclude each other.
         """
+        for name, number in (("best", best), ("worst", worst), ("limit", limit)):
+            if number is not None and (not isinstance(number, SupportsIndex) or int(number) < 1):
+                raise ConfigError(f"rollouts: {name} = {number!r:.60} is not a number of rollouts; give 1 or more")
         if best is not None and worst is not None:
             raise ConfigError("rollouts: best and worst exclude each other; call it twice.")
         if not self.dir.ledger.exists():

@@ -80,7 +80,7 @@ def rl(
     dataset, eval_dataset: records, with the prompt in the column `prompt` (or `question`), the answer in `label`,
     `answer` or `solution`; the held-out ones are evaluated.
     reward: "exact", "math", or a function: `(completion, answer)` of one reply, `(prompts, completions, **columns)` of
-    all replies to a prompt. Several are summed with reward_weights.
+    all replies to a prompt. Several, names too, are summed with reward_weights.
     model: a name, directory, earlier run or object, or the section {"name": ..., "lora": {...}}.
     steps, lr, batch_size, group_size, max_completion_tokens, eval_steps, name: max_steps, trainer.optim.lr,
     orchestrator.batch_size, orchestrator.group_size, orchestrator.train.sampling.max_completion_tokens,
@@ -173,7 +173,11 @@ def _train(verb: str, config: Sequence[Any], keywords: Mapping[str, Any], wait: 
 
 
 def in_python(text: str) -> str:
-    """A message with keywords in place of the flags that a run is started with."""
+    """A message with keywords in place of the flags that a run is started with; commands in it stay as they are."""
+    if "\n" in text:
+        return "\n".join(map(in_python, text.split("\n")))
+    if re.match(r"\s*\S*(rl|sft|stretto \w+) @ ", text):
+        return text
     for flag, keyword in (("--resume", "resume=True"), ("--clean", "clean=True"), ("--run.name", "name=")):
         text = re.sub(rf"(?<!\S){re.escape(flag)}(?=[\s,;.]|$)(?!\.\w)", keyword, text)
     return text

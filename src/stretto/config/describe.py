@@ -147,7 +147,7 @@ def help_text(verb: str, cls: type[Section], word: str = "", width: int | None =
             found.append("\n".join([f"As {framework} writes it:", *(fill(f"  {line}") for line in named)]))
     if not found:
         return f"no key of `{verb}` contains `{word}`; `{verb} --help all` lists all\n"
-    usage = [_USAGE.format(verb=verb, about=_about(cls))] if not word else []
+    usage = [_usage(verb, cls, width)] if not word else []
     return "\n\n".join(usage + found) + "\n"
 
 
@@ -161,7 +161,7 @@ def _common_help(verb: str, cls: type[Section], width: int) -> str:
     known: dict[str, list[Key]] = {}
     for path, _, key in all_paths(cls):
         known.setdefault(path, []).append(key)
-    lines = [_USAGE.format(verb=verb, about=_about(cls)), "", "Set most often:"]
+    lines = [_usage(verb, cls, width), "", "Set most often:"]
     for path in next(COMMON_KEYS[base] for base in cls.__mro__ if base in COMMON_KEYS).split():
         flag, about = f"  --{path.replace('_', '-')}", _short_about(known[path])
         if width < _WIDE or len(flag) >= _FLAG_COLUMNS:
@@ -173,7 +173,16 @@ def _common_help(verb: str, cls: type[Section], width: int) -> str:
     end = f"`{verb} --help all` shows all {count} keys with their types and defaults"
     if others := [flag.partition(" ")[0] for flag in COMMAND_FLAGS.get(cls, {})]:
         end += f"; {' and '.join(others)}: `{verb} --help {others[0].lstrip('-')}`"
-    return "\n".join([*lines, "", f"{end}."]) + "\n"
+    return "\n".join([*lines, "", _fill(f"{end}.", width)]) + "\n"
+
+
+def _usage(verb: str, cls: type[Section], width: int) -> str:
+    paragraphs = _USAGE.format(verb=verb, about=_about(cls)).split("\n\n")
+    return "\n\n".join(_fill(each, width, "       " if each.startswith("usage:") else "") for each in paragraphs)
+
+
+def _fill(text: str, width: int, indent: str = "") -> str:
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _short_about(forms: Sequence[Key]) -> str:

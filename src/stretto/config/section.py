@@ -405,6 +405,10 @@ def spellings(cls: type[Section]) -> list[str]:
     return [*keys(cls), *(alias for alias in all_aliases(cls) if "." not in alias)]
 
 
+_BEGUN = 3
+"""Letters of a key's beginning that mean it, if it is the only one."""
+
+
 def suggest(cls: type[Section], path: KeyPath, here: type[Section] | None = None) -> list[KeyPath]:
     """Keys that an unknown path may mean: a similar one, or up to two of that name elsewhere.
 
@@ -421,6 +425,9 @@ def suggest(cls: type[Section], path: KeyPath, here: type[Section] | None = None
             return [meant]
     around = [here] if here else [section for each, section in known if each[:-1] == level]
     beside = [each for section in around for each in spellings(section)]
+    begun = {each for each in beside if each.startswith(name)} if len(name) >= _BEGUN else set()
+    if len(begun) == 1:
+        return [(*path[:-1], *begun)]
     if near := difflib.get_close_matches(name, beside, n=1):
         return [(*path[:-1], near[0])]
     whole = [each for each, _ in known if each[-len(path) :] == (*level, name)]

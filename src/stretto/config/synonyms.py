@@ -14,7 +14,7 @@ lr_scheduler_type lr_scheduler lr_decay_style -> trainer.scheduler.type schedule
 warmup_ratio warmup_steps num_warmup_steps lr_warmup_ratio -> trainer.scheduler.warmup_steps scheduler.warmup_steps
 num_generations n_samples_per_prompt rollout_n n -> orchestrator.group_size eval.group_size
 per_device_train_batch_size train_batch_size -> orchestrator.batch_size batch_size
-rollout_batch_size global_batch_size ppo_mini_batch_size -> orchestrator.batch_size batch_size
+rollout_batch_size global_batch_size ppo_mini_batch_size generation_batch_size -> orchestrator.batch_size batch_size
 num_train_epochs total_epochs num_epochs epochs -> max_epochs max_steps
 total_training_steps num_rollout train_iters -> max_steps
 beta kl_coef init_kl_coef kl_loss_coef -> trainer.loss.reference_kl.coef
@@ -32,14 +32,15 @@ assistant_only_loss -> loss_mask.assistant
 completion_only_loss -> loss_mask.user
 dataset_text_field -> data.input_key
 pad_token eos_token -> tokenizer.name
-chat_template_path -> renderer.template
+chat_template_path -> orchestrator.renderer.template renderer.template
 gradient_accumulation_steps -> orchestrator.batch_size batch_size
 num_iterations ppo_epochs -> trainer.epochs_per_step
 steps_per_generation -> trainer.updates_per_step
 reward_weights -> orchestrator.env.0.args.rewards
+metric_for_best_model -> orchestrator.eval.score_by
 load_best_model_at_end -> orchestrator.eval.keep_best val.keep_best
 early_stopping_patience -> orchestrator.eval.early_stop.patience val.early_stop.patience
-logging_steps log_completions log_interval -> monitors.samples_interval
+logging_steps log_completions log_interval num_completions_to_print -> monitors.samples_interval
 run_name experiment_name -> run.name
 eval_dataset eval_path -> orchestrator.env.0.args.eval_path val.data
 loss_type policy_loss -> trainer.loss.type
@@ -59,7 +60,7 @@ rollout_max_response_len -> orchestrator.train.sampling.max_completion_tokens
 max_prompt_length max_seq_length max_length -> seq_len
 max_len -> inference.max_model_len seq_len
 rollout_temperature -> orchestrator.train.sampling.temperature
-save_steps save_freq save_interval -> ckpt.interval
+save_steps save_freq save_interval save_strategy -> ckpt.interval
 save_total_limit -> ckpt.keep_last
 resume_from_checkpoint -> resume
 eval_steps test_freq eval_interval -> orchestrator.eval.interval eval.interval
@@ -76,6 +77,12 @@ gradient_checkpointing recompute -> model.ac
 lora_r lora_rank r -> model.lora.rank
 use_peft use_lora peft_config -> model.lora
 lora_alpha -> model.lora.alpha
+torch_compile -> model.compile
+fsdp deepspeed zero_stage -> deployment.num_train_gpus
+data_seed -> seed
+chat_template_kwargs -> orchestrator.renderer.enable_thinking renderer.enable_thinking
+vllm_server_base_url vllm_server_host -> orchestrator.client.base_url
+rollout_func generate_function -> orchestrator.env.0.args.generate
 tensor_model_parallel_size tensor_parallel_size -> model.tp parallel.tp
 context_parallel_size sequence_parallel_size -> model.cp
 expert_model_parallel_size -> model.ep

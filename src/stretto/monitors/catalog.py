@@ -270,6 +270,8 @@ eval/<env>/<mode>/pass@<k> | 0 to 1 | Probability that one of k replies is right
 eval/<env>/<mode>/pass^<k> | 0 to 1 | Probability that all of k replies are right.
 eval/<env>/<mode>/completion_tokens | tokens | Mean length of replies.
 eval/<env>/<mode>/num_failed | rollouts | Rollouts that failed and are not counted. | Should be 0.
+eval/<env>/<mode>/metrics/<name> | the environment's | Mean of what the environment reports beside the reward, such as
+    each of several rewards.
 eval/time_s | s | Duration of the eval.
 eval/<metric> | the function's | What an eval function of yours reports.
 """),

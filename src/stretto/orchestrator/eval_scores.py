@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class EvalScore:
     num_truncated: int
     completion_tokens: float  # mean
     time_s: float
+    metrics: dict[str, float] = field(default_factory=dict)  # what environments report beside the reward: means
     version: int = 0  # loaded when the eval began
     versions: tuple[int, int] | None = None  # oldest and newest of its tokens, if the engine reports them
 
@@ -43,6 +44,7 @@ def eval_row(scores: Sequence[EvalScore]) -> dict[str, float]:
         row[f"{name}/num_failed"] = float(score.num_failed)
         if score.k > 1:
             row[f"{name}/avg@{score.k}"] = score.mean
+        row |= {f"{name}/metrics/{metric}": value for metric, value in score.metrics.items()}
         row |= {f"{name}/pass@{k}": value for k, value in score.pass_at_k.items() if k > 1}
         row |= {f"{name}/pass^{k}": value for k, value in score.pass_all_k.items() if k > 1}
     return row | {"eval/time_s": sum(score.time_s for score in scores)}

@@ -78,8 +78,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def completions() -> list[str]:
-    """Nothing: a pod's words are written by the chart."""
-    return []
+    """Its help: a pod's other words are written by the chart."""
+    return ["--help"]
 
 
 def _dry_run(cfg: RLConfig, pod: Pod) -> str:

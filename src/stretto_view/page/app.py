@@ -101,8 +101,13 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             found = web.HTTPFound("/")  # without the token, so that the browser's history does not keep it
             found.set_cookie(cookie(token), token, httponly=True, samesite="Strict")
             raise found
-        if not hmac.compare_digest(request.cookies.get(cookie(token), "").encode(), token.encode()):
-            raise web.HTTPUnauthorized(text="open the address that `stretto view` printed: it ends with ?token=...\n")
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")  # of a script
+        given = key.strip() if scheme.lower() == "bearer" else request.cookies.get(cookie(token), "")
+        if not hmac.compare_digest(given.encode(), token.encode()):
+            raise web.HTTPUnauthorized(
+                text="open the address that `stretto view` printed: it ends with ?token=... "
+                "A script sends that token: -H 'Authorization: Bearer TOKEN'\n"
+            )
     if refused := refusal_of(request.method, request.headers, has_key=bool(token)):
         return web.Response(status=refused[0], text=refused[1] + "\n")
     answer: web.StreamResponse

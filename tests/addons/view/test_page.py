@@ -101,6 +101,9 @@ async def test_with_a_token_only_who_has_it_is_answered(path: Path) -> None:
     async with server, ClientSession(cookie_jar=CookieJar(unsafe=True)) as session:
         for address in ("/", "/api/runs", "/static/main.js", "/?token=", "/?token=open", "/?token=open%20sesamé"):
             assert (await session.get(server.make_url(address))).status == 401, address
+        for key, status in (("open sesame", 200), ("open", 401), ("", 401)):  # a script has no cookies
+            headers = {"Authorization": f"Bearer {key}"}
+            assert (await session.get(server.make_url("/api/view"), headers=headers)).status == status, key
         answer = await session.get(server.make_url("/?token=open%20sesame"))
         assert answer.status == 200 and "token" not in str(answer.url)
         assert (await session.get(server.make_url("/api/runs"))).status == 200

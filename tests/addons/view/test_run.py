@@ -61,6 +61,9 @@ def test_the_best_and_the_worst_are_found_over_all_steps(path: Path) -> None:
         run.rollouts(env="ecco")
     with pytest.raises(ConfigError, match="exclude each other"):
         run.rollouts(best=1, worst=1)
+    for name, number in (("best", 0), ("worst", "a"), ("limit", -1)):
+        with pytest.raises(ConfigError, match=f"rollouts: {name} = .*not a number of rollouts; give 1 or more"):
+            run.rollouts(**{name: number})
 
 
 def test_evals_are_a_row_per_version_and_way_of_sampling(path: Path) -> None:

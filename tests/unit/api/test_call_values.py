@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,15 @@ def test_a_name_of_another_framework_or_a_key_without_its_section_is_told_the_ke
         ({"dataset": ROWS, "reward": lambda text: 0}, "takes text, but no reply; write `def reward"),
         ({"dataset": ROWS, "reward": 3}, "reward is 3; give a function"),
         ({"dataset": ROWS, "reward": [close], "reward_weights": [1, 2]}, "has 2 numbers for 1 reward"),
+        ({"dataset": ROWS, "reward": [close, close]}, "two are called close"),
+        ({"dataset": ROWS, "reward": ["exact", "exakt"]}, r"reward\[1\]: 'exakt' is no reward; did you mean 'exact'"),
+        ({"dataset": ROWS, "reward": {"exact": 1.0}}, "give the list of the rewards, and reward_weights= beside it"),
+        ({"dataset": ROWS, "reward": close, "reward_weights": ["a"]}, "give a list with a number for each reward"),
+        ({"dataset": ROWS, "reward": close, "reward_weights": 2}, "give a list with a number for each reward"),
+        ({"dataset": ROWS, "reward_weights": [2.0]}, "weighs the rewards of reward=; give that too"),
+        ({"env": SortLetters, "reward_weights": [2.0]}, "weighs the rewards of reward=; give that too"),
+        ({"dataset": iter(ROWS)}, "dataset is a list_iterator, which can be read once"),
+        ({"dataset": ROWS, "eval_dataset": (row for row in ROWS)}, "eval_dataset is a generator, which can be read"),
         ({"trainer": {"optim": {"lr": LOCK}}}, "trainer.optim.lr is a lock"),
         ({"orchestrator": {"env": [{"id": "dataset", "args": {"path": {1, 2}}}]}}, "its entry 0 is a int"),
         ({"resume": [1]}, "give True, a step, or the directory of a run"),
@@ -200,6 +210,56 @@ def test_the_columns_of_sft_are_found() -> None:
     assert values_of("sft", dataset=[{"messages": []}])["data"] == {"name": "{given}/rows.jsonl"}
     with pytest.raises(ConfigError, match="sft reads `messages`, or `prompt` and `completion`"):
         stretto.sft(dataset=[{"text": "a"}])
+
+
+def test_words_of_trl_are_answered_with_what_they_mean_and_not_with_what_is_spelled_alike() -> None:
+    meant = {
+        "save_strategy": "write ckpt={'interval': 10}",
+        "deepspeed": "write deployment={'num_train_gpus': 8}: parameters are always sharded",
+        "data_seed": "write seed=",
+        "rollout_func": '"generate": function',
+        "chat_template_kwargs": 'write **{"orchestrator.renderer.enable_thinking": ...}',
+        "torch_compile": 'write **{"model.compile": ...}',
+        "optimizers": "docs/python.md lists the keywords; `rl --help optimizers` searches the keys",
+    }
+    for name, words in meant.items():
+        with pytest.raises(ConfigError, match=re.escape(f"stretto.rl takes no {name}=") + ".*" + re.escape(words)):
+            stretto.rl(dataset=ROWS, **{name: 1})
+
+
+def test_sft_refuses_each_word_of_rewards() -> None:
+    for name, value in {"reward": close, "reward_weights": [1.0], "env": SortLetters}.items():
+        with pytest.raises(ConfigError, match=f"stretto.sft takes no {name}="):
+            stretto.sft(dataset=ROWS, **{name: value})
+
+
+def test_one_reward_has_its_weight_too() -> None:
+    given = Given()
+    call_of("rl", [], {"dataset": ROWS, "reward": "exact", "reward_weights": [2.0]}, given)
+    assert "reward_of_records = rewards_of({'exact': 'exact'}, [2.0]" in given._code(Path("unused"))
+
+
+def test_a_reward_is_called_by_its_function_or_class() -> None:
+    class Longer:
+        def __call__(self, completion: str) -> float:
+            return float(len(completion))
+
+    given = Given()
+    call_of("rl", [], {"dataset": ROWS, "reward": [partial(close, answer="b"), Longer(), "exact"]}, given)
+    assert "rewards_of({'close': close, 'Longer': Longer, 'exact': 'exact'}" in given._last[-1]
+
+
+def test_a_name_that_the_package_lacks_is_answered_with_those_it_has() -> None:
+    with pytest.raises(
+        AttributeError, match="no attribute 'train'; it has Run, compare, evaluate, plot, rl, sft"
+    ) as found:
+        stretto.train  # noqa: B018
+    assert found.value.name == "train" and found.value.obj is stretto
+
+
+def test_commands_in_a_message_stay_commands() -> None:
+    text = "delete it with --clean\n  /bin/rl @ outputs/a/given/config.json --clean --max-steps 1"
+    assert in_python(text) == text.replace("with --clean", "with clean=True")
 
 
 def test_messages_name_keywords_in_place_of_flags() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from stretto.api.given.rewards import check, is_for_group, rewards_of
 from stretto.base.errors import EnvError
+from stretto.vime.arguments import Arguments
 from stretto.vime.sample import Sample
 
 COLUMNS = ["prompt", "answer", "level"]
@@ -87,3 +88,16 @@ def test_what_is_no_reward_fails_with_what_to_return(function: Any, words: str) 
 
 def test_arguments_with_a_default_need_no_column() -> None:
     check(waits, ["prompt"], "reward")
+
+
+def test_rewards_by_name_stand_beside_functions() -> None:
+    """Each has its own value, as in the list `rewards` of a file."""
+    labelled = [sample("b"), sample("ccc")]
+    for each in labelled:
+        each.label = "b"
+    reward = rewards_of({"exact": "exact", "of_all": of_all, "f1": "f1"}, [1.0, 0.1, 0.0], COLUMNS)
+    found = asyncio.run(reward(Arguments(reward_key="score"), labelled))
+    assert found == [
+        {"score": pytest.approx(1.1), "reward_exact": 1.0, "reward_of_all": 1.0, "reward_f1": 1.0},
+        {"score": pytest.approx(0.3), "reward_exact": 0.0, "reward_of_all": 3.0, "reward_f1": 0.0},
+    ]

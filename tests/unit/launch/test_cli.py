@@ -74,9 +74,13 @@ def test_help_shows_every_key_with_meaning_and_default(verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", verbs.VERBS)
-def test_every_verb_with_a_configuration_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_with_a_configuration_has_help(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([verb, "--help"]) == 0
     out, err = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= 80
     assert out.startswith(f"usage: stretto {verb} ") and "--output-dir" in out and not err
 
 

@@ -17,9 +17,11 @@ from stretto.base.paths import RunDir
 from stretto.config.root import EvalConfig
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection
 from stretto.ledger.reader import LedgerReader
+from stretto.monitors.catalog import unlisted
 from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.eval.results import build_eval_score, format_table, pass_all_k, pass_at_k, shortened
 from stretto.orchestrator.eval.verb import evaluate_engine
+from stretto.orchestrator.eval_scores import eval_row
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
 from stretto.transports.engine.chat import ChatClient
@@ -275,6 +277,26 @@ def test_the_verb_evaluates_any_server_that_speaks_text(tmp_path):
     sample = json.loads(lines[0])
     assert len(sample["branches"]) == 3 and sample["branches"][0]["prompt"] == "user: w00"
     assert "avg@k" in format_table(scores) and "pass@4" in format_table(scores)
+
+
+def test_what_an_environment_reports_beside_the_reward_is_a_mean_of_each_mode():
+    """A failed rollout is left out, and one that has no value does not count as 0."""
+    task = Task(env="echo", task_id="t", data={})
+    reported = {
+        RolloutStatus.FINISHED: {"reward_right": 1.0, "reward_short": 0.5},
+        RolloutStatus.TRUNCATED: {"reward_right": 0.0},
+        RolloutStatus.FAILED: {"reward_right": 9.0},
+    }
+    rollouts = tuple(
+        Rollout(rollout_id=f"g0.{at}", group_id=0, member=at, task=task, status=status, metrics=metrics, error="no")
+        for at, (status, metrics) in enumerate(reported.items())
+    )
+    score = build_eval_score("echo", "sampled", 3, [Group(group_id=0, task=task, rollouts=rollouts)], 1.0)
+    assert score.metrics == {"reward_right": 0.5, "reward_short": 0.5}
+    row = eval_row([score])
+    assert row["eval/echo/sampled/metrics/reward_right"] == 0.5
+    assert not unlisted("orchestrator", row)
+    assert format_table([score]).splitlines()[-1] == "echo, sampled: reward_right 0.5  reward_short 0.5"
 
 
 def test_a_server_that_refuses_is_quoted_and_an_environment_of_tokens_is_refused():

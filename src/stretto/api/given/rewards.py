@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from stretto.base.errors import ConfigError, EnvError
 from stretto.base.foreign import definition_of
 from stretto.data.values import describe_value
+from stretto.envs.rewards.weighted import WeightedRewards, check_name
 
 if TYPE_CHECKING:
     from stretto.vime.sample import Sample
 
-Reward = Callable[..., Any]
+Reward = Callable[..., Any] | str
+"""A function, or the name of one that `dataset` knows: "exact", "math", ..., `module:function`."""
 
 SUM = "score"
 """The entry of a reward that counts; others are metrics."""
@@ -35,21 +37,23 @@ WRITE = (
 
 def is_hook(function: Reward) -> bool:
     """Whether a function is written for vime: `(args, sample)`, or `(args, samples)` for a whole group."""
-    return bool(names := set(_parameters(function))) and names <= _HOOK
+    return not isinstance(function, str) and bool(names := set(_parameters(function))) and names <= _HOOK
 
 
 def is_for_group(function: Reward) -> bool:
     """Whether a function gets all replies to a prompt in one call."""
-    return bool({"completions", "samples"} & set(_parameters(function)))
+    return not isinstance(function, str) and bool({"completions", "samples"} & set(_parameters(function)))
 
 
 def check(function: Reward, columns: Sequence[str], key: str) -> None:
     """Check that records have what a function asks for.
 
-    Raises: ConfigError for an argument that is neither the prompt, the reply, nor a column.
+    Raises: ConfigError for an argument that is neither the prompt, the reply, nor a column, and for a wrong name.
     """
+    if isinstance(function, str):
+        return check_name(function, key)
     if is_hook(function):
-        return
+        return None
     parameters = _parameters(function)
     known = _OF_GROUP if is_for_group(function) else _OF_ONE
     where = f"{key} ({definition_of(function)})"
@@ -67,24 +71,29 @@ def check(function: Reward, columns: Sequence[str], key: str) -> None:
 
 def rewards_of(
     functions: Mapping[str, Reward], weights: Sequence[float], columns: Sequence[str], prompt: str = "prompt"
-) -> Reward:
+) -> Callable[..., Any]:
     """The sum of these functions with their weights, as a function that `dataset` calls.
 
     It returns the sum as SUM, and of several functions each one's value, without its weight, as `reward_NAME`.
     columns: names of what each record's metadata has for them; prompt: that of the column with the prompt.
     """
-    calls = {name: _call(function, columns, prompt) for name, function in functions.items()}
+    calls = {
+        name: _named(function) if isinstance(function, str) else _call(function, columns, prompt)
+        for name, function in functions.items()
+    }
 
     async def reward(args: Any, samples: list[Sample]) -> list[dict[str, float]]:
         totals: list[list[float]] = [[] for _ in samples]
         values: list[dict[str, float]] = [{} for _ in samples]
         for (name, call), weight in zip(calls.items(), weights, strict=True):
-            for total, own, value in zip(totals, values, await call(samples), strict=True):
+            for total, own, value in zip(totals, values, await call(args, samples), strict=True):
                 if value is not None:
                     total.append(weight * value)
                     own |= {f"reward_{name}": value} if len(calls) > 1 else {}
         if not all(totals):
-            where = "; ".join(f"{name} ({definition_of(function)})" for name, function in functions.items())
+            where = "; ".join(
+                f"{name} ({definition_of(function)})" for name, function in functions.items() if callable(function)
+            )
             raise EnvError(f"{where} returned None for a reply; return a number, in one of several at least")
         return [{SUM: sum(total)} | own for total, own in zip(totals, values)]
 
@@ -95,7 +104,19 @@ def rewards_of(
     return reward if any(map(is_for_group, functions.values())) else reward_of_one
 
 
-def _call(function: Reward, columns: Sequence[str], prompt: str) -> Callable[[list[Sample]], Any]:
+def _named(name: str) -> Callable[[Any, list[Sample]], Any]:
+    """The reward of a name, for samples of one prompt."""
+    made: list[WeightedRewards] = []  # once it is known what functions get
+
+    async def of_each(args: Any, samples: list[Sample]) -> list[float]:
+        if not made:
+            made.append(WeightedRewards({name: 1.0}, args))
+        return [(await made[0].score(sample))[0] for sample in samples]
+
+    return of_each
+
+
+def _call(function: Callable[..., Any], columns: Sequence[str], prompt: str) -> Callable[[Any, list[Sample]], Any]:
     """The function, for samples of one prompt; it gets what it names, or all if it takes `**columns`."""
     parameters = _parameters(function)
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -104,7 +125,7 @@ def _call(function: Reward, columns: Sequence[str], prompt: str) -> Callable[[li
     def of_names(row: dict[str, Any]) -> dict[str, Any]:
         return row if takes_all else {name: value for name, value in row.items() if name in parameters}
 
-    async def of_group(samples: list[Sample]) -> list[Any]:
+    async def of_group(args: Any, samples: list[Sample]) -> list[Any]:
         rows = [_row(sample, others, prompt) for sample in samples]
         given = {name: [row[name] for row in rows] for name in ("completion_ids", *others)}
         given |= {f"{name}s": [row[name] for row in rows] for name in ("prompt", "completion")}
@@ -117,7 +138,7 @@ def _call(function: Reward, columns: Sequence[str], prompt: str) -> Callable[[li
             )
         return [_number(value, where) for value in values]
 
-    async def of_each(samples: list[Sample]) -> list[Any]:
+    async def of_each(args: Any, samples: list[Sample]) -> list[Any]:
         rows = [of_names(_row(sample, others, prompt)) for sample in samples]
         return [_number(await _awaited(function(**row)), where) for row in rows]
 
@@ -146,7 +167,7 @@ async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _parameters(function: Reward) -> Mapping[str, inspect.Parameter]:
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError) as cause:

@@ -87,6 +87,14 @@ TRL = {
     "max_tool_calling_iterations": "env=, an environment with limits = EpisodeLimits(max_turns=...)",
     "model_init_kwargs": 'model={"name": ..., "dtype": "bfloat16"}',
     "vllm_mode": "inference_gpu_ids= and trainer_gpu_ids=, the same GPUs for `colocate`",
+    "save_strategy": "ckpt={'interval': 10}",
+    "rollout_func": 'env={"id": "dataset", "args": {"path": "train.jsonl", "generate": function}}',
+    "fsdp": "deployment={'num_train_gpus': 8}: parameters are always sharded over the trainer's devices",
+    "deepspeed": "deployment={'num_train_gpus': 8}: parameters are always sharded over the trainer's devices",
+    "sync_ref_model": "nothing: the reference model is fixed",
+    "repetition_penalty": "nothing: the trainer could not know the probabilities that it changes",
+    "formatting_func": "nothing here: records have `messages`, or `prompt` and `completion`",
+    "compute_metrics": "env=, an environment whose score returns RolloutResult(reward=..., metrics={...})",
     "hub_model_id": "nothing here, and `stretto push RUN` afterwards",
     "packing": "nothing: rows are always packed, and samples do not see each other",
 }
@@ -224,8 +232,11 @@ def _meant(verb: str, name: str, known: Collection[str], root: type[Section]) ->
             return f'write **{{"{key}": ...}}'
         if key in keys_meant(name):
             return f"write {key}="
-    near = difflib.get_close_matches(name, known, n=1) or keys
-    return f"did you mean {near[0]}=?" if near else "docs/python.md lists them; `rl --help` has the sections"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75) or keys
+    if near:
+        return f"did you mean {near[0]}=?"
+    command = "eval" if verb == "evaluate" else verb
+    return f"docs/python.md lists the keywords; `{command} --help {name}` searches the keys"
 
 
 def _start_flag(name: str, value: Any) -> list[str]:
@@ -246,8 +257,15 @@ def _environments(verb: str, own: Tree, given: Given) -> Tree:
     """What `env`, `dataset`, `eval_dataset` and `reward` mean; they are taken out of the keywords."""
     names = ("env", "dataset", "eval_dataset", "reward", "reward_weights")
     env, dataset, held_out, reward, weights = (own.pop(name, None) for name in names)
+    for name, value in (("dataset", dataset), ("eval_dataset", held_out)):
+        if hasattr(value, "__next__"):
+            raise ConfigError(
+                f"{name} is a {type(value).__name__}, which can be read once and whose end is not known; give list(...)"
+            )
     if verb == "sft":
-        return _sft_data(own, env, dataset, held_out, reward)
+        return _sft_data(own, dataset, held_out, {"reward": reward, "reward_weights": weights, "env": env})
+    if weights is not None and reward is None:
+        raise ConfigError(f"stretto.{verb}: reward_weights= weighs the rewards of reward=; give that too")
     if env is not None and (reward is not None or dataset is not None):
         raise ConfigError(
             f"stretto.{verb}: env= and {'reward' if reward is not None else 'dataset'}= exclude each other: an "
@@ -295,18 +313,18 @@ def dataset_entry(verb: str, dataset: Any, held_out: Any, reward: Any, weights: 
 
 
 def _reward_args(reward: Any, weights: Any, columns: list[str], prompt: str, given: Given) -> Tree:
+    if isinstance(reward, Mapping):
+        raise ConfigError(f"reward is {reward!r:.60}; give the list of the rewards, and reward_weights= beside it")
     functions = as_list(reward)
-    if len(functions) == 1 and isinstance(functions[0], str):
+    if len(functions) == 1 and isinstance(functions[0], str) and weights is None:
         return {"reward": functions[0]}
     for index, each in enumerate(functions):
         key = "reward" if len(functions) == 1 else f"reward[{index}]"
-        if not callable(each):
+        if not callable(each) and not isinstance(each, str):
             raise ConfigError(f"{key} is {each!r:.60}; give a function: {rewards.WRITE}")
         rewards.check(each, columns, key)
-    shares = [1.0] * len(functions) if weights is None else [float(each) for each in weights]
-    if len(shares) != len(functions):
-        raise ConfigError(f"reward_weights has {len(shares)} numbers for {len(functions)} reward functions")
-    if len(functions) == 1 and rewards.is_hook(functions[0]):
+    shares = [1.0] * len(functions) if weights is None else _shares(weights, len(functions))
+    if len(functions) == 1 and weights is None and rewards.is_hook(functions[0]):
         args: Tree = {"reward": given.named(functions[0], "reward", getattr(functions[0], "__name__", "reward"))}
     else:
         args = {"reward": _sum_of(functions, shares, columns, prompt, given)}
@@ -314,25 +332,47 @@ def _reward_args(reward: Any, weights: Any, columns: list[str], prompt: str, giv
     return args | ({"group_reward": True} if any(map(rewards.is_for_group, functions)) else {})
 
 
+def _shares(weights: Any, num_functions: int) -> list[float]:
+    """Raises: ConfigError for weights that are no numbers, or more or fewer than there are rewards."""
+    try:
+        shares = [float(each) for each in weights]
+    except (TypeError, ValueError):
+        raise ConfigError(f"reward_weights = {weights!r:.60}: give a list with a number for each reward") from None
+    if len(shares) != num_functions:
+        raise ConfigError(f"reward_weights has {len(shares)} numbers for {num_functions} rewards")
+    return shares
+
+
 def _sum_of(functions: list[Any], weights: list[float], columns: list[str], prompt: str, given: Given) -> str:
     if any(map(rewards.is_hook, functions)):
         raise ConfigError(
-            "reward: functions (args, sample) cannot be summed; give one, or write the others as " + rewards.WRITE
+            "reward: functions (args, sample) cannot be summed or weighted; give one alone, name it as "
+            "`module:function`, or " + rewards.WRITE
         )
-    names = [given.define(each, "reward", _label(each)) for each in functions]
+    entries: dict[str, str] = {}
+    for each in functions:
+        label = _label(each)
+        name = label if isinstance(each, str) else given.define(each, "reward", label)
+        if name in entries:
+            raise ConfigError(f"reward: two are called {name}, and each has a curve of its own; rename or remove one")
+        entries[name] = repr(each) if isinstance(each, str) else name
     given.code.imports["from stretto.api.given.rewards import rewards_of"] = None
-    named = ", ".join(f"{name!r}: {name}" for name in names)
+    named = ", ".join(f"{name!r}: {text}" for name, text in entries.items())
     text = f"rewards_of({{{named}}}, {weights}, {columns}, {prompt!r})"
     return given.last("reward_of_records", text, functions)
 
 
-def _label(function: Any) -> str:
-    name = getattr(function, "__name__", "")
+def _label(reward: Any) -> str:
+    """What a reward is called: a function's name, or an instance's class."""
+    if isinstance(reward, str):
+        return reward.replace(":", ".").rpartition(".")[2]
+    inner = getattr(reward, "func", reward)  # of functools.partial
+    name = getattr(inner, "__name__", type(inner).__name__)
     return name if name.isidentifier() else "reward"
 
 
-def _sft_data(own: Tree, env: Any, dataset: Any, held_out: Any, reward: Any) -> Tree:
-    for name, value in (("reward", reward), ("env", env)):
+def _sft_data(own: Tree, dataset: Any, held_out: Any, not_taken: Mapping[str, Any]) -> Tree:
+    for name, value in not_taken.items():
         if value is not None:
             raise ConfigError(f"stretto.sft takes no {name}=; it trains on the records of dataset=")
     tree: Tree = {}

@@ -82,8 +82,8 @@ class PlainParser(ArgumentParser):
             needs = ", ".join(f"{name} ({by_name[name]})" if by_name.get(name) else name for name in names)
             more = f" {self.missing()}" if self.missing else ""
             return f"a word is missing: {needs}.{more} {self._help()}"
-        if found := re.fullmatch(r"argument (\S+?)(?:/\S+)*: (.*)", message, re.DOTALL):
-            return f"{found.group(1)}: {self._about_value(found.group(2))}. {self._help()}"
+        if found := re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL):
+            return f"{found.group(1).replace('/', ', ')}: {_ended(self._about_value(found.group(2)))} {self._help()}"
         return f"{message}. {self._help()}"
 
     def _about_value(self, message: str) -> str:
@@ -164,3 +164,8 @@ def meant_flag(name: str, known: Sequence[str]) -> str:
 
 def _placeholder(action: Action) -> str:
     return str(action.metavar or action.dest)
+
+
+def _ended(text: str) -> str:
+    """A sentence with its stop, if it has none."""
+    return text if text.endswith(("?", ".")) else f"{text}."

@@ -23,7 +23,7 @@ def completion_script(
     configuration, whose other words are files and directories.
     """
     text = Path(__file__).with_name(f"completion.{shell}").read_text(encoding="utf-8")
-    tables = "\n".join(_table(shell, verb, _flags(cls)) for verb, cls in roots.items())
+    tables = "\n".join(_table(shell, verb, flags_of(cls)) for verb, cls in roots.items())
     tables += "\n" + "\n".join(_table(shell, verb, flags) for verb, flags in plain.items())
     return text.replace("@PLAIN@", " ".join(plain)).replace("@TABLES@", tables).replace("@VERBS@", " ".join(verbs))
 
@@ -35,9 +35,9 @@ def _table(shell: str, verb: str, flags: Sequence[str]) -> str:
     return "__stretto_{}='{}'".format(verb, "\n".join(flags))
 
 
-def _flags(cls: type[Section]) -> list[str]:
-    """`--key value value ...` for every key of a root; values only if there are few."""
-    values: dict[str, dict[str, None]] = {}
+def flags_of(cls: type[Section]) -> list[str]:
+    """`--key value value ...` for every key of a root, and for its help; values only if there are few."""
+    values: dict[str, dict[str, None]] = {"--help": {"all": None}}
     for path, section, key in all_paths(cls):
         flag = path.replace("_", "-")
         if key.item_sections or (key.sections and not key.is_nullable):

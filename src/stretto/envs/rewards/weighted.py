@@ -31,7 +31,7 @@ class WeightedRewards:
         self._verifier = MathVerifier()
         functions = [name for name in weights if name != "exact" and not is_rm_type(name)]
         for name in functions:
-            _check_is_path(name)
+            check_name(name, SETTING)
         self._functions = {name: Hook.load(name, SETTING, 2) for name in functions}
         self._labels = {name: name.replace(":", ".").rpartition(".")[2] for name in weights}
         if len(set(self._labels.values())) < len(self._labels):
@@ -67,11 +67,11 @@ class WeightedRewards:
         return Arguments(**vars(self._args) | {"rm_type": name}), alone
 
 
-def _check_is_path(name: str) -> None:
-    """Raises: ConfigError with the nearest built-in reward for a name that is no path of a function."""
-    if {":", "."} & set(name):
+def check_name(name: str, setting: str) -> None:
+    """Raises: ConfigError with the nearest built-in reward for a name that is neither one nor a function's path."""
+    if name == "exact" or is_rm_type(name) or {":", "."} & set(name):
         return
     names = ("exact", *RM_TYPES)
     near = difflib.get_close_matches(name, names, n=1)
     meant = f"did you mean {near[0]!r}?" if near else f"use {', '.join(names)}"
-    raise ConfigError(f"{SETTING}: {name!r} is no reward; {meant} A function is written as `module:function`")
+    raise ConfigError(f"{setting}: {name!r} is no reward; {meant} A function is written as `module:function`")

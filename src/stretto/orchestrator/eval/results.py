@@ -184,12 +184,22 @@ def build_eval_score(env: str, mode: str, k: int, groups: Sequence[Group], time_
         num_truncated=sum(rollout.status is RolloutStatus.TRUNCATED for rollout in counted),
         completion_tokens=float(np.mean([rollout.num_sampled_tokens for rollout in counted])),
         time_s=time_s,
+        metrics=_mean_metrics(counted),
         versions=(min(versions), max(versions)) if versions else None,
     )
 
 
+def _mean_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What environments report beside the reward, each the mean over the rollouts that have it."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
 def format_table(scores: Sequence[EvalScore]) -> str:
-    """Scores as aligned text, one line per environment and mode."""
+    """Scores as aligned text, a line per environment and mode; below, what environments report beside the reward."""
     sizes = sorted({k for score in scores for k in score.pass_at_k if k > 1})
     passes = [f"pass@{k}" for k in sizes]
     rows = [("environment", "mode", "k", "avg@k", *passes, "tasks", "failed", "truncated", "tokens", "time")]
@@ -199,7 +209,12 @@ def format_table(scores: Sequence[EvalScore]) -> str:
         length, time_s = f"{score.completion_tokens:.1f}", f"{score.time_s:.1f}s"
         rows.append((score.env, score.mode, str(score.k), f"{score.mean:.3f}", *passed, *counts, length, time_s))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    for score in scores:
+        if score.metrics:
+            means = "  ".join(f"{name} {value:.4g}" for name, value in score.metrics.items())
+            lines.append(f"{score.env}, {score.mode}: {means}")
+    return "\n".join(lines)
 
 
 PROMPT_CHARS = 300

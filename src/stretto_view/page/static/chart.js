@@ -5,11 +5,11 @@ import { h, short } from "./dom.js";
 export const COLORS = ["#1f77c9", "#d1495b", "#2a9d6f", "#c98a1b", "#8e5bc0", "#3a8f9e", "#a0643c", "#808080"];
 
 // Curves as columns for uPlot, which has one x for all. Light lines are logged values, dark ones their moving mean.
-export function columns(runs, curves) {
+export function columns(runs, curves, colors = COLORS) {
   const tables = curves.map((curve) => [curve.x, curve.y, curve.smooth]);
   const data = tables.length === 1 ? tables[0] : uPlot.join(tables);
   const series = curves.flatMap((curve, at) => {
-    const color = COLORS[at % COLORS.length];
+    const color = colors[at % colors.length];
     return [
       { label: runs[at], stroke: `${color}66`, width: 1, spanGaps: true, points: { show: curve.x.length < 3 } },
       { label: `${runs[at]}, mean`, stroke: color, width: 2, spanGaps: true, points: { show: false } },
@@ -17,6 +17,8 @@ export function columns(runs, curves) {
   });
   return { data, series };
 }
+
+const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 
 export function options(place, series, label) {
   const style = getComputedStyle(document.documentElement);
@@ -27,12 +29,12 @@ export function options(place, series, label) {
     scales: { x: { time: false } },
     cursor: { drag: { x: true, y: false }, sync: { key: "curves" } },
     series: [{ label: label }, ...series],
-    axes: [{ ...own, size: 30, space: 60, values: (plot, values) => values.map(short) }, { ...own, size: 56, values: (plot, values) => values.map(short) }],
+    axes: [{ ...own, ...(label === "version" ? { incrs: WHOLE } : {}), size: 30, space: 60, values: (plot, values) => values.map(short) }, { ...own, size: 56, values: (plot, values) => values.map(short) }],
   };
 }
 
 // Save a drawn chart as PNG, with its name and the names of its lines.
-export function savePicture(plot, title, lines) {
+export function savePicture(plot, title, lines, colors = COLORS) {
   const source = plot.ctx.canvas, scale = devicePixelRatio || 1, line = 16 * scale;
   const style = getComputedStyle(document.documentElement), rows = Math.ceil(lines.length / 3);
   const canvas = h("canvas", { width: source.width, height: source.height + line * (2 + rows) });
@@ -44,7 +46,7 @@ export function savePicture(plot, title, lines) {
   brush.fillText(title, 8 * scale, line);
   brush.font = `${11 * scale}px system-ui`;
   lines.forEach((text, at) => {
-    brush.fillStyle = COLORS[at % COLORS.length];
+    brush.fillStyle = colors[at % colors.length];
     brush.fillText(`■ ${text}`, 8 * scale + (at % 3) * (canvas.width / 3), line * (2.2 + Math.floor(at / 3)));
   });
   brush.drawImage(source, 0, line * (2 + rows));

@@ -25,12 +25,13 @@ export async function render(root, context) {
     for (const plot of plots) plot.destroy();
     plots = [];
     fill(charts);
-    for (const [title, curves] of scores(runs, lists)) {
-      const names = curves.map((curve) => curve.name), place = h("div", { class: "plot" });
+    const found = scores(runs, lists), every = [...new Set(found.flatMap(([, curves]) => curves.map((curve) => curve.name)))];
+    for (const [title, curves] of found) {
+      const names = curves.map((curve) => curve.name), colors = names.map((name) => COLORS[every.indexOf(name) % COLORS.length]), place = h("div", { class: "plot" });
       const mine = plots.length;
-      charts.append(h("figure", {}, h("figcaption", {}, h("b", {}, title), h("span", { class: "legend" }, names.map((name, at) => h("span", { style: { color: COLORS[at % COLORS.length] } }, `■ ${name} ${short(curves[at].y.at(-1))} `))),
-        h("button", { class: "save", title: "save this curve as a picture", onclick: () => savePicture(plots[mine], title, names) }, "PNG")), place));
-      const { data, series } = columns(names, curves.map(({ x, y }) => ({ x, y, smooth: y })));
+      charts.append(h("figure", {}, h("figcaption", {}, h("b", {}, title), h("span", { class: "legend" }, names.map((name, at) => h("span", { style: { color: colors[at] } }, `■ ${name} ${short(curves[at].y.at(-1))} `))),
+        h("button", { class: "save", title: "save this curve as a picture", onclick: () => savePicture(plots[mine], title, names, colors) }, "PNG")), place));
+      const { data, series } = columns(names, curves.map(({ x, y }) => ({ x, y, smooth: y })), colors);
       plots.push(new uPlot(options(place, series.map((each) => ({ ...each, points: { show: curves[0].x.length < 60, size: 5 } })), "version"), data, place));
     }
   }
@@ -76,9 +77,9 @@ function scores(runs, lists) {
   lists.forEach((rows, at) => {
     if (rows.error) return;
     for (const row of rows) {
-      for (const key of Object.keys(row).filter((each) => FIRST.includes(each))) {
-        const [label, value] = scalar(key, row[key]);
-        if (value === null) continue;
+      const reported = Object.entries(row.metrics || {});
+      for (const [label, value] of [...Object.keys(row).filter((each) => FIRST.includes(each)).map((key) => scalar(key, row[key])), ...reported]) {
+        if (typeof value !== "number") continue;
         const title = `${row.env}: ${label}`, name = [runs.length > 1 ? runs[at] : null, row.mode].filter(Boolean).join(", ");
         if (!found.has(title)) found.set(title, new Map());
         const lines = found.get(title);

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto import addons, cli
+from stretto import cli
 from stretto.config.describe import ROOTS
 from stretto.config.section import all_paths
 from stretto.config.shells.completion import SHELLS
-from stretto.verbs import PLAIN_VERBS
 
 pytestmark = pytest.mark.heavy
 
@@ -45,6 +44,12 @@ CASES = [
     ("stretto doctor mi", "stretto doctor mine.toml"),
     ("vime --advantage-est", "vime --advantage-estimator"),
     ("stretto vime --advantage-estimator gsp", "stretto vime --advantage-estimator gspo"),
+    ("rl --he", "rl --help"),
+    ("stretto critic --max-st", "stretto critic --max-steps"),
+    ("stretto evals --wat", "stretto evals --watch"),
+    ("stretto hub --he", "stretto hub --help"),
+    ("stretto tenants --output-d", "stretto tenants --output-dir"),
+    ("stretto demo --max-st", "stretto demo --max-steps"),
     ("rl @mi", "rl @mine.toml"),
     ("rl @deep", "rl @deeper/"),
     ("rl @deeper/", "rl @deeper/other.json"),
@@ -144,9 +149,8 @@ def test_a_shell_that_is_not_known_is_one_line(words, said, capsys):
     assert capsys.readouterr().err == f"error: stretto completion: {said}\n"
 
 
-def test_verbs_without_a_configuration_have_their_flags_and_no_refused_ones(capsys):
+def test_every_verb_has_its_flags(capsys):
     text = script("bash", capsys)
     tables = dict(re.findall(r"^__stretto_(\w+)='([^']*)'", text, re.MULTILINE))
-    expected = {*PLAIN_VERBS, *addons.offers("stretto.verbs")} - {"demo"}
-    assert tables.keys() >= expected and "--follow" in tables["logs"].split()
-    assert all(tables[verb] for verb in expected - {"pod"})
+    assert tables.keys() >= cli.summaries().keys() - {"completion"} and "--follow" in tables["logs"].split()
+    assert all("--help" in table.split() for verb, table in tables.items() if verb not in ("verbs", "plain"))

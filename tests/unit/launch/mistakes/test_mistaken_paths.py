@@ -163,6 +163,9 @@ def test_a_key_that_is_given_twice_is_told_with_its_line(place, capsys):
         ("ok.toml", "a verb comes first, as in `stretto rl @ ok.toml`"),
         ("--hlp", "did you mean --help?"),
         ("rl --hepl @ ok.toml", "did you mean --help?"),
+        ("rl --hlp @ ok.toml", "did you mean --help?"),
+        ("rl --dry @ ok.toml", "did you mean --dry-run?"),
+        ("rl @ ok.toml --orchestrator.batch 8", "did you mean --orchestrator.batch-size?"),
         ("trainr", "did you mean `trainer`?"),
     ],
 )
