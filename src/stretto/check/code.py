@@ -15,7 +15,7 @@ from stretto.base.foreign import load_function, load_object
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.hooks import ENVIRONMENTS
 from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys
-from stretto.config.sections.sft import FileData
+from stretto.config.sections.sft import SourceData
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.data.records import read_records
 from stretto.envs.base import needs_worker
@@ -114,7 +114,7 @@ def check_sft_records(cfg: SFTConfig) -> list[Checked]:
     """
     checked = []
     for setting, section in (("data.name", cfg), ("val.data.name", cfg.val)):
-        if section is not None and isinstance(data := section.data, FileData):
+        if section is not None and isinstance(data := section.data, SourceData):
             for source in data.sources:
                 next(read_records(source, setting, is_streamed=data.streaming, convert=data.convert))
                 checked.append(("read", source))
