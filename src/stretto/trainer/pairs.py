@@ -120,8 +120,8 @@ class PairLearner(Learner):
         return _means(found.pop_sums(self.mesh.reduce))
 
     @torch.no_grad()
-    def reply_logprobs(self, batches: Sequence[PairBatch]) -> list[Float[np.ndarray, "pairs 2"]]:
-        """Log-probability of both replies of each pair of this rank's rows, in nats; all ranks must call it."""
+    def reply_scores(self, batches: Sequence[PairBatch]) -> list[Float[np.ndarray, "pairs 2"]]:
+        """Of each pair of this rank's rows both replies' log-probability, in nats, or score; all ranks must call it."""
         found = [np.zeros((len(batch.indices), 2)) for batch in batches]
         for index, inputs in self.network.passes([batch.micro_batch for batch in batches]):
             values = self._values(inputs)
@@ -135,7 +135,12 @@ class PairLearner(Learner):
         if not self._is_scorer:
             return self._logprobs(inputs, is_measured=is_measured)[0]
         assert isinstance(self.policy, Decoder)
-        return compute_values(self.policy, inputs, self.mesh, self._model)
+        is_measured, routers = is_measured and torch.is_grad_enabled(), self._routers
+        routing = None if routers is None else routers.routing(inputs, is_measured=is_measured)
+        values = compute_values(self.policy, inputs, self.mesh, self._model, routing=routing)
+        if routers is not None and routing is not None and is_measured:
+            routers.add(routing)
+        return values
 
     def _by_reply(
         self, values: Float[Tensor, " trained"], inputs: PassInputs, num_pairs: int
@@ -206,7 +211,7 @@ def reference_of(
     for block in blocks:
         members = range(block * PAIRS_PER_BLOCK, min((block + 1) * PAIRS_PER_BLOCK, len(pairs)))
         rows = learner.mesh.local_items(pack_pairs(pairs, members, row_tokens))
-        scored = zip(rows, learner.reply_logprobs(rows))
+        scored = zip(rows, learner.reply_scores(rows))
         mine = [np.column_stack([row.indices, values]) for row, values in scored] or [np.zeros((0, 3))]
         for of_rank in learner.mesh.gather(np.concatenate(mine), np.ndarray):
             found[of_rank[:, 0].astype(np.int64)] = of_rank[:, 1:]
