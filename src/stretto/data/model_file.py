@@ -66,6 +66,12 @@ class ModelFile:
         return not self.family or self.family in FAMILIES
 
     @property
+    def is_classifier(self) -> bool:
+        """Whether it gives labels of a text, as reward models do, and no tokens."""
+        names = self.found.get("architectures")
+        return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+
+    @property
     def text(self) -> dict[str, Any]:
         """The numbers of its decoder: models with images have them in a table of their own."""
         return dict(self.found) | (self.found.get("text_config") or {})
@@ -78,6 +84,15 @@ def has_own_family(name: str) -> bool:
         return directory is None or ModelFile.read(directory).is_own
     except ConfigError:
         return True  # the process that loads the model says what is wrong with it
+
+
+def is_classifier(name: str) -> bool:
+    """Whether a model gives labels of a text; False if its config.json is missing or cannot be read."""
+    directory = find_config(name)
+    try:
+        return directory is not None and ModelFile.read(directory).is_classifier
+    except ConfigError:
+        return False
 
 
 @dataclass(frozen=True)
