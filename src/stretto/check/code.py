@@ -20,6 +20,7 @@ from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.data.records import read_records
 from stretto.envs.base import needs_worker
 from stretto.envs.checks import missing_for
+from stretto.envs.rewards.builtin import scored_by
 from stretto.vime.saved import load as load_saved
 
 NUM_ARGUMENTS = {
@@ -157,5 +158,5 @@ def _check_dataset(args: dict[str, Any]) -> Iterator[Checked]:
             yield "read", source
     for key, count in (("data_source", 1), ("reward", 2), ("generate", 3)):
         path = args.get(key)
-        if isinstance(path, str) and (":" in path or "." in path):
+        if isinstance(path, str) and (":" in path or "." in path) and scored_by(path) is None:
             yield _check_hook(path, f"dataset: {key}", count)
