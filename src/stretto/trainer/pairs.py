@@ -229,5 +229,6 @@ def _read(path: Path, key: str, num_pairs: int) -> np.ndarray:
 
 
 def _write(path: Path, key: str, found: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as part, part.open("wb") as file:
         np.savez(file, key=np.array(key), logprobs=found)
