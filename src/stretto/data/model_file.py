@@ -11,6 +11,7 @@ from typing import Any
 from stretto.base.errors import ConfigError, reason_of
 from stretto.data.hub_model import find_config, find_local
 from stretto.data.weight_files import HeaderTensor, find_embedding, read_weight_files
+from stretto.families import table
 from stretto.families.table import FAMILIES, family_of
 from stretto.families.values import wrong_values
 
@@ -68,8 +69,7 @@ class ModelFile:
     @property
     def is_classifier(self) -> bool:
         """Whether it gives labels of a text, as reward models do, and no tokens."""
-        names = self.found.get("architectures")
-        return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+        return table.is_classifier(self.found)
 
     @property
     def text(self) -> dict[str, Any]:

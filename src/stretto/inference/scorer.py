@@ -37,6 +37,8 @@ from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 
 if TYPE_CHECKING:
+    from jaxtyping import Int32
+
     from stretto.config.root import InferenceConfig
 
 logger = logging.getLogger(__name__)
@@ -196,7 +198,7 @@ class ScoreServer:
 
     # -- scores --
 
-    async def score(self, token_ids: np.ndarray) -> float:
+    async def score(self, token_ids: Int32[np.ndarray, " tokens"]) -> float:
         """The score at the end of a text."""
         waiting = _Waiting(token_ids, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
@@ -256,7 +258,7 @@ class ScoreServer:
 
 
 @torch.inference_mode()
-def score_texts(model: Decoder, texts: list[np.ndarray]) -> list[float]:
+def score_texts(model: Decoder, texts: list[Int32[np.ndarray, " tokens"]]) -> list[float]:
     """The score at the end of each text (int32 tokens), in one pass."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # equal lengths share a call of attention
     bounds = np.cumsum([0, *(len(texts[i]) for i in order)])

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.data.model_file import ModelFile
+from stretto.families.table import is_classifier
 from stretto.models import hub
 from stretto.models.fp8.checkpoint import lazily_from_8_bits
 from stretto.models.hf import is_refusal, load_with_report
@@ -42,12 +42,12 @@ def find_faults(directory: Path, impl: str) -> tuple[list[str], list[str]]:
 def _own_faults(directory: Path) -> list[str]:
     cfg = hub.load_config(directory, may_be_quantized=True)
     layout = hub.load_layout(directory)
-    is_classifier = ModelFile(directory, cfg.hf).is_classifier
-    cfg = replace(cfg, tie_word_embeddings=False) if is_classifier else cfg
+    if is_reward := is_classifier(cfg.hf):
+        cfg = replace(cfg, tie_word_embeddings=False)
     with torch.device("meta"):
         table = hub.build_tensor_map(cfg)
     expected_shapes = dict(table.their_shapes)
-    if is_classifier:
+    if is_reward:
         del expected_shapes[HEAD_NAME]
         expected_shapes[SCORE_NAME] = (1, cfg.hidden_size)
     sources = hub.read_tensors(directory)

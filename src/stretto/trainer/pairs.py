@@ -121,7 +121,7 @@ class PairLearner(Learner):
 
     @torch.no_grad()
     def reply_scores(self, batches: Sequence[PairBatch]) -> list[Float[np.ndarray, "pairs 2"]]:
-        """Of each pair of this rank's rows both replies' log-probability, in nats, or score; all ranks must call it."""
+        """Both replies' log-probability (nats) or score of each pair of this rank's rows; all ranks must call it."""
         found = [np.zeros((len(batch.indices), 2)) for batch in batches]
         for index, inputs in self.network.passes([batch.micro_batch for batch in batches]):
             values = self._values(inputs)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 ABOUT = "best.json"
 OF_PAIRS = ("rewards/accuracies", "rewards/margins")
-"""Of what `evaluate` gives for pairs, metrics beside the loss."""
+"""Metrics beside the loss, of those that `evaluate` gives for pairs."""
 
 
 class Validation:

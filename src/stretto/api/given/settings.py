@@ -345,12 +345,16 @@ def _sft_data(own: Tree, env: Any, dataset: Any, held_out: Any, reward: Any) -> 
 
 def _conversation_keys(dataset: Any, key: str) -> Tree:
     columns = columns_of(dataset, key)
+    if {"chosen", "rejected"} <= set(columns):
+        named = first_of(PROMPTS, columns)
+        return {"type": "preference"} | ({} if named in (None, "prompt") else {"prompt_key": named})
     if "messages" in columns or {"prompt", "completion"} <= set(columns):
         return {}
     prompt, answer = first_of(PROMPTS, columns), first_of(LABELS, columns)
     if prompt is None or answer is None:
         raise ConfigError(
-            f"{key} has the columns {', '.join(columns)}; sft reads `messages`, or `prompt` and `completion`"
+            f"{key} has the columns {', '.join(columns)}; sft reads `messages`, `prompt` and "
+            "`completion`, or `chosen` and `rejected`"
         )
     return {"input_key": prompt, "output_key": answer}
 

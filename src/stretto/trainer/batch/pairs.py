@@ -12,7 +12,7 @@ import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from stretto.records.images import Image
 from stretto.records.row_packing import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
 from stretto.trainer.batch.sft_data import Example, mix
+
+if TYPE_CHECKING:
+    from jaxtyping import Float64, Int32
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +243,7 @@ def _render_reply(
     return Example(ids[:end].copy(), mask[:end], renderer.images_within(ids, images, end))
 
 
-def scored_example(ids: np.ndarray, images: tuple[Image, ...] = ()) -> Example:
+def scored_example(ids: Int32[np.ndarray, " tokens"], images: tuple[Image, ...] = ()) -> Example:
     """A conversation with one more token, which is the only one that counts: the score is read before it."""
     mask = np.zeros(len(ids) + 1, bool)
     mask[-1] = True
@@ -358,7 +361,7 @@ def tokens_per_reply(row_tokens: int, *, is_scored: bool) -> int:
 
 
 def pack_pairs(
-    pairs: Pairs, indices: Sequence[int], row_tokens: int, reference: np.ndarray | None = None
+    pairs: Pairs, indices: Sequence[int], row_tokens: int, reference: Float64[np.ndarray, "all 2"] | None = None
 ) -> list[PairBatch]:
     """Pack pairs into rows of at most row_tokens tokens, first-fit-decreasing; no pair is split.
 

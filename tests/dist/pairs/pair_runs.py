@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
 import torch
-from pair_cases import LOSSES, build_pair_learner, random_pairs
 from ranks import gather_anything
+from tiny import PAIR_LOSSES, build_pair_learner, random_pairs
 
 from stretto.config.sections.model import ModelSection
 from stretto.trainer.batch.pairs import pack_pairs
@@ -47,7 +49,7 @@ def build(case: str, mesh: Mesh | None = None, model: dict | None = None):
 
 def train(learner, case: str, folder: Path) -> dict:
     """Metrics of each step, what the pairs score before and after, and the whole trained weights."""
-    loss = LOSSES[case.split("-")[2]]
+    loss = PAIR_LOSSES[case.split("-")[2]]
     pairs = random_pairs(is_scored=loss.type == "reward")
     everything = range(len(pairs))
     reference = None

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from pair_cases import LOSSES, build_pair_learner, random_pairs, score_alone
 from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
+from tiny import PAIR_LOSSES, build_pair_learner, random_pairs, score_alone
 
 from stretto.algorithms.pair_loss import bradley_terry_loss, dpo_loss
 from stretto.base.errors import ConfigError, DataError
@@ -141,9 +141,9 @@ def test_long_pairs_are_cut_for_dpo_and_left_out_for_a_reward_model(tmp_path, re
 
 
 @pytest.mark.parametrize("row_tokens", [40, 400])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", PAIR_LOSSES)
 def test_a_packed_step_is_the_mean_of_pairs_computed_alone(loss, row_tokens, tmp_path):
-    section = LOSSES[loss]
+    section = PAIR_LOSSES[loss]
     pairs = random_pairs(is_scored=section.type == "reward")
     learner = build_pair_learner(loss)
     policy = learner.policy

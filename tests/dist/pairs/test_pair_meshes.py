@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +20,7 @@ def on_meshes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     for world_size in (2, 4):
         names = [case for case in CASES if case.startswith(f"{world_size}-")]
-        run_ranks("pair_runs.py", folder, *names, world_size=world_size, log=folder / "log", deadline_s=300.0)
+        run_ranks("pairs/pair_runs.py", folder, *names, world_size=world_size, log=folder / "log", deadline_s=300.0)
     return {case: torch.load(folder / f"{case}.pt", weights_only=False) for case in CASES}
 
 
