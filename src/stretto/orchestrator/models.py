@@ -173,7 +173,8 @@ class ModelClient(ChatModel):
                 raise EnvError(f"models.{self.name} refuses the request: {error}{kind.hint}") from error
             except EngineError as error:
                 self.counts["failed"] += 1
-                raise EngineError(f"models.{self.name}: {error}") from error
+                hint = kind.hint if "HTTP 404" in str(error) else ""  # the server has no such route
+                raise EngineError(f"models.{self.name}: {error}{hint}") from error
         reply = self._parsed(answer, kind)
         self.spending.add(reply)
         return reply

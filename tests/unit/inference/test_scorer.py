@@ -13,7 +13,7 @@ import torch
 from aiohttp import ClientSession, web
 from tiny import build_policy
 
-from stretto.base.errors import ConfigError, EnvError
+from stretto.base.errors import ConfigError, EngineError
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.root import InferenceConfig
@@ -167,7 +167,7 @@ def test_a_language_model_has_no_score(reward_model):
         url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
         async with AsyncExitStack() as stack:
             stack.push_async_callback(runner.cleanup)
-            with pytest.raises(EnvError, match="`score` asks a reward model"):
+            with pytest.raises(EngineError, match="`score` asks a reward model"):
                 await open_models({"rm": FrozenModelPlace(base_url=url, model="x")}, stack)["rm"].score(
                     conversation("a")
                 )
