@@ -20,8 +20,8 @@ from stretto.trainer.publish.export import export_model
 logger = logging.getLogger(__name__)
 
 ABOUT = "best.json"
-OF_PAIRS = ("rewards/accuracies", "rewards/margins")
-"""Metrics beside the loss, of those that `evaluate` gives for pairs."""
+OF_PAIRS = {"val/rewards/accuracies": "rewards/accuracies", "val/rewards/margins": "rewards/margins"}
+"""Metrics beside the loss, and what `evaluate` calls them for pairs."""
 
 
 class Validation:
@@ -67,7 +67,7 @@ class Validation:
         loss = found["nll"] if "nll" in found else found["loss"]
         self.losses[step] = mesh.broadcast(loss, float)  # ranks must decide the same
         metrics = {"val/loss": self.losses[step], "time/val": time.perf_counter() - start}
-        metrics |= {f"val/{name}": found[name] for name in OF_PAIRS if name in found}
+        metrics |= {name: found[key] for name, key in OF_PAIRS.items() if key in found}
         if self.section.keep_best and self.best_step == step and step > 0:
             self._keep()
         if self.section.early_stop is not None:
