@@ -136,6 +136,7 @@ PAIR_LOSSES = {
     "dpo": DpoSection(beta=0.5),
     "ipo": DpoSection(loss_type="ipo", beta=0.2),
     "free": DpoSection(reference_free=True, label_smoothing=0.1),
+    "with_nll": DpoSection(beta=0.5, nll_coef=0.7),
     "reward": RewardSection(center_rewards_coefficient=0.05),
 }
 PAIR_SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

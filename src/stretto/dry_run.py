@@ -26,7 +26,7 @@ from stretto.check.models import (
     foreign_engines,
     models_of,
 )
-from stretto.check.weights import check_weights, check_weights_of, has_only_config
+from stretto.check.weights import check_weights, check_weights_of, check_writes, has_only_config
 from stretto.config.changes import changes
 from stretto.config.root import (
     EvalConfig,
@@ -160,6 +160,7 @@ def sft(cfg: SFTConfig) -> str:
 
 def evaluate(cfg: EvalConfig) -> str:
     """The screen of `eval`."""
+    check_writes(cfg)
     tasks, reason, renderer = preview(cfg)
     missing = None if cfg.client.api == "chat" else reason
     model = _model(ModelSection(name=cfg.model), missing) if cfg.model else []

@@ -52,6 +52,7 @@ def check_weights_of(
 
     Raises: ConfigError that says what is wrong with which model, and what to do.
     """
+    check_writes(cfg)
     if isinstance(cfg, InferenceConfig | EvalConfig):
         return check_weights(cfg.model, "[model] name", None, is_dry_run=is_dry_run) if cfg.model else []
     notes = []
@@ -101,6 +102,19 @@ def check_weights(name: str, key: str, trained: ModelSection | None, *, is_dry_r
     _check_embedding(where, found)
     wide = [] if trained is None or trained.lora is None else _wide_adapter(tensors, trained.lora)
     return check_tokens(where, model.directory, model) + _check_fit(where, model, tensors, trained) + wide
+
+
+def check_writes(cfg: RLConfig | SFTConfig | InferenceConfig | EvalConfig) -> None:
+    """Raises: ConfigError for a reward model in the place of one that replies."""
+    named: dict[str, str | None] = {}
+    if isinstance(cfg, EvalConfig):
+        named["model"] = cfg.model
+    if isinstance(cfg, RLConfig):
+        sections = {"inference": cfg.inference, "teacher_inference": cfg.teacher_inference}
+        named = {f"{key}.model": None if each is None else each.model for key, each in sections.items()}
+    for key, name in named.items():
+        if name and is_classifier(name):
+            raise ConfigError(f"{key} = {name!r} is a reward model, which writes no text; give a language model")
 
 
 def _check_kind(cfg: RLConfig | SFTConfig) -> None:

@@ -166,6 +166,8 @@ class PairLearner(Learner):
             losses = dpo_loss(
                 ratios, num_tokens, loss_type=loss.loss_type, beta=loss.beta, label_smoothing=loss.label_smoothing
             )
+            if loss.nll_coef is not None:  # Source: RPO, arXiv:2404.19733, equation 1
+                losses = losses - loss.nll_coef * replies[:, 0] / num_tokens[:, 0].clamp(min=1)
             rewards = loss.beta * ratios.detach()
             facts |= {"logps/chosen": replies[:, 0].detach().sum(), "logps/rejected": replies[:, 1].detach().sum()}
         else:

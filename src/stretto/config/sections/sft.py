@@ -124,6 +124,9 @@ class DpoSection(Section):
     the pairs is the wrong way round."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Share of pairs that are taken to be the wrong way round, for `sigmoid` and `robust`."""
+    nll_coef: float | None = Field(None, gt=0)
+    """Weight of the better reply's negative log-likelihood, the mean over its tokens, beside the loss. Without it the
+    log-probability of both replies may fall, and what the policy samples becomes worse; None: without."""
     reference_free: bool = False
     """Measure log-probabilities from 0 and not from those of the start."""
 

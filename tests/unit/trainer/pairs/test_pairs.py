@@ -165,6 +165,8 @@ def test_a_packed_step_is_the_mean_of_pairs_computed_alone(loss, row_tokens, tmp
         losses = dpo_loss(
             ratios, counts, loss_type=section.loss_type, beta=section.beta, label_smoothing=section.label_smoothing
         )
+        if section.nll_coef is not None:
+            losses = losses - section.nll_coef * scores[:, 0] / counts[:, 0]
     trained = [p for p in policy.parameters() if p.requires_grad]
     slow = torch.autograd.grad(losses.mean(), trained)
     batches = pack_pairs(pairs, wanted, row_tokens, reference)
