@@ -10,15 +10,23 @@ import itertools
 import textwrap
 from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto import addons
 from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError, DataError
 from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, check_user_code
 from stretto.check.devices import check_sft_devices, check_trained_on_cpu
-from stretto.check.models import check_model, check_served, check_trainable, find_model, foreign_engines, models_of
-from stretto.check.weights import check_weights, check_weights_of, has_only_config
+from stretto.check.models import (
+    check_model,
+    check_reward_model,
+    check_served,
+    check_trainable,
+    find_model,
+    foreign_engines,
+    models_of,
+)
+from stretto.check.weights import check_weights, check_weights_of, check_writes, has_only_config
 from stretto.config.changes import changes
 from stretto.config.root import (
     EvalConfig,
@@ -39,6 +47,10 @@ from stretto.orchestrator.dry_run import FirstTask, preview, shorter_by_phrases
 from stretto.orchestrator.lengths import Limit, limits_of, smallest
 from stretto.orchestrator.state.resume import used_before
 from stretto.orchestrator.state.run_checkpoint import Progress
+
+if TYPE_CHECKING:
+    from stretto.chat.render import Renderer
+    from stretto.config.sections.sft import PreferenceData
 
 WIDTH = 118
 PROMPT_LINES = 14
@@ -145,6 +157,7 @@ def sft(cfg: SFTConfig) -> str:
     check_model(cfg.model, cfg.num_ranks, "model")
     check_sft_devices(cfg)
     checked = check_sft_records(cfg)
+    check_reward_model(cfg)
     example, missing, renderer = _first_example(cfg)
     gpus, is_wide = find_gpus(cfg), cfg.deployment.type == "multi_node"
     devices = f"GPU {','.join(gpus)}" if gpus else f"CPU, {_threads(cfg.num_threads)}"
@@ -162,6 +175,7 @@ def sft(cfg: SFTConfig) -> str:
 
 def evaluate(cfg: EvalConfig) -> str:
     """The screen of `eval`."""
+    check_writes(cfg)
     tasks, reason, renderer = preview(cfg)
     missing = None if cfg.client.api == "chat" else reason
     model = _model(ModelSection(name=cfg.model), missing) if cfg.model else []
@@ -351,10 +365,11 @@ def _boxed(about: str, text: str) -> str:
 
 def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     """The first row as the model gets it, why it is not rendered ("" if it is), and by what it is."""
-    from stretto.config.sections.sft import EnvData
-    from stretto.orchestrator.build import build_renderer_of, build_scratch_renderer
+    from stretto.config.sections.sft import EnvData, PreferenceData
     from stretto.trainer.batch.sft_data import read_rows, render_row
 
+    if isinstance(cfg.data, PreferenceData):
+        return _first_pair(cfg, cfg.data)
     data = cfg.data.model_copy(update={"num_rows": COMPARED_ROWS}) if isinstance(cfg.data, EnvData) else cfg.data
     rows = list(itertools.islice(read_rows(data, cfg.seed), LOOKED_AT_ROWS))
     roles = [role for role, is_trained in cfg.loss_mask if is_trained]
@@ -368,10 +383,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     if row is None:
         raise DataError("[data] has no row; check what its key names holds rows, or its sft_rows returns them")
     try:
-        if cfg.model.scratch is not None and cfg.tokenizer.name is None:
-            renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
-        else:
-            renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
+        renderer = _sft_renderer(cfg)
     except (ConfigError, DataError) as error:
         text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
         return _boxed(f"{row.where}, not rendered:", text), str(error), ""
@@ -390,6 +402,44 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
             [renderer.readable(ids), *(renderer.readable(each[0][0]) for each in others if each)], len(ids)
         )
     return shown, "", renderer.description
+
+
+def _sft_renderer(cfg: SFTConfig) -> Renderer:
+    from stretto.orchestrator.build import build_renderer_of, build_scratch_renderer
+
+    if cfg.model.scratch is not None and cfg.tokenizer.name is None:
+        return build_scratch_renderer(cfg.model.scratch, cfg.renderer)
+    return build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
+
+
+def _first_pair(cfg: SFTConfig, data: PreferenceData) -> tuple[str, str, str]:
+    """The first pair as the model gets it, why it is not rendered ("" if it is), and by what it is."""
+    from stretto.config.sections.sft import RewardSection
+    from stretto.trainer.batch.pairs import cut_pair, read_pair_rows, render_pair, tokens_per_reply
+
+    row = next(itertools.chain.from_iterable(read_pair_rows(data)), None)
+    if row is None:
+        raise DataError("[data] has no row; check that what its key names holds rows")
+    try:
+        renderer = _sft_renderer(cfg)
+    except (ConfigError, DataError) as error:
+        return _boxed(f"{row.where}, not rendered:", ""), str(error), ""
+    is_scored = isinstance(cfg.pair_loss, RewardSection)
+    pair = render_pair(row, renderer, cfg.loss_mask, is_scored=is_scored)
+    if isinstance(pair, str):
+        return f"{row.where}: left out: its replies {pair}", "", renderer.description
+    shown = []
+    for name, example in zip(("chosen", "rejected"), pair.replies):
+        ids = example.token_ids[:-1] if is_scored else example.token_ids
+        trained = f"of which {int(example.is_trained.sum())} are trained"
+        counted = "scored at the last" if is_scored else trained
+        shown.append(_boxed(f"{row.where}, {name}: {len(ids)} tokens, {counted}:", renderer.readable(ids)))
+    most = min(smallest(limits_of(cfg)).tokens, tokens_per_reply(cfg.seq_len, is_scored=is_scored))
+    if any(len(example.token_ids) - is_scored > most for example in pair.replies):
+        cut = cut_pair(pair, renderer, most, is_scored=is_scored)
+        fate = "it is left out" if isinstance(cut, str) else "it is cut"
+        shown.append(f"NOTE: a row holds both replies, so each has at most {most} tokens: {fate}; raise seq_len")
+    return "\n".join(shown), "", renderer.description
 
 
 def _cut(ids: Sized, mask: Any, limits: Sequence[Limit]) -> str:

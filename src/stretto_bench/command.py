@@ -95,7 +95,15 @@ def _bench_training(cfg: RLConfig | SFTConfig, given: Shape) -> dict[str, Any]:
 
 
 def _make_rows(cfg: SFTConfig, data: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Put made-up rows into a config of `sft`; returns the shape of a batch."""
+    """Put made-up rows into a config of `sft`; returns the shape of a batch.
+
+    Raises: ConfigError for a config of preference pairs.
+    """
+    if cfg.pair_loss is not None:
+        raise ConfigError(
+            '--bench makes up conversations and no pairs: leave out [loss] and give data.type = "file"; a row of '
+            "seq_len tokens takes as long, and DPO one more forward pass over all pairs before the first step"
+        )
     longest = cfg.seq_len
     if cfg.model.scratch is not None:
         longest = min(longest, cfg.model.scratch.max_position_embeddings)

@@ -14,7 +14,7 @@ from stretto.base import rundir
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.check import nodes as node_checks
 from stretto.check.code import check_sft_records, check_user_code
-from stretto.check.models import check_model, check_served, check_trainable, models_of
+from stretto.check.models import check_model, check_reward_model, check_served, check_trainable, models_of
 from stretto.check.weights import check_weights_of
 from stretto.config.load import load, names_whole_run
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
@@ -82,6 +82,7 @@ def check_fit(cfg: Config) -> str:
         return f"{len(plan.processes)} processes on {machines(len(plan.hosts) or 1)}; {plan.batch}"
     if isinstance(cfg, SFTConfig):
         check_model(cfg.model, cfg.num_ranks, "model")
+        check_reward_model(cfg)
         find_trackers(cfg.monitors, is_fed_here=cfg.ray is None)
         if cfg.deployment.type == "multi_node" and cfg.slurm is None and cfg.ray is None:
             hosts, _ = plan_ranks(cfg)

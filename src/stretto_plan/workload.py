@@ -23,7 +23,7 @@ from stretto.base.paths import RunDir
 from stretto.chat.render import Renderer
 from stretto.config.root import OrchestratorConfig, RLConfig, SFTConfig
 from stretto.config.sections.orchestrator import EnvSection
-from stretto.config.sections.sft import EnvData, FileData
+from stretto.config.sections.sft import EnvData, PreferenceData, RewardSection, SourceData
 from stretto.data.hub_model import find_local, is_hub_name
 from stretto.envs.base import RunInfo, needs_worker, tasks_of
 from stretto.ledger.reader import LedgerReader
@@ -265,7 +265,7 @@ def example_lengths(cfg: SFTConfig) -> Numbers | str:
     if reason := _no_tokenizer(cfg):
         return reason
     data = cfg.data
-    if isinstance(data, FileData):
+    if isinstance(data, SourceData):
         for name in [data.name] if isinstance(data.name, str) else data.name:
             if is_hub_name(name) and not Path(name).exists():
                 return f"{name} is a data set of the Hub, which a plan does not download"
@@ -276,11 +276,24 @@ def example_lengths(cfg: SFTConfig) -> Numbers | str:
             renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
         else:
             renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
+        if isinstance(data, PreferenceData):
+            return _pair_lengths(data, cfg, renderer)
         rows = itertools.islice(read_rows(data, cfg.seed), NUM_EXAMPLES)
         rendered = [render_row(row, renderer, cfg.loss_mask) for row in rows]
         lengths = [len(example.token_ids) for each in rendered for example in each.examples]
     except StrettoError as error:
         return str(error)
+    return Numbers(values=tuple(float(min(length, cfg.seq_len)) for length in lengths)) if lengths else "no rows"
+
+
+def _pair_lengths(data: PreferenceData, cfg: SFTConfig, renderer: Renderer) -> Numbers | str:
+    """Tokens of the first pairs, both replies with their prompts: a pair is what a step counts."""
+    from stretto.trainer.batch.pairs import read_pair_rows, render_pair
+
+    rows = itertools.islice(itertools.chain.from_iterable(read_pair_rows(data)), NUM_EXAMPLES)
+    is_scored = isinstance(cfg.pair_loss, RewardSection)
+    rendered = [render_pair(row, renderer, cfg.loss_mask, is_scored=is_scored) for row in rows]
+    lengths = [len(pair) for pair in rendered if not isinstance(pair, str)]
     return Numbers(values=tuple(float(min(length, cfg.seq_len)) for length in lengths)) if lengths else "no rows"
 
 

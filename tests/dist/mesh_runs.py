@@ -28,9 +28,10 @@ from stretto.families.table import traits_of
 from stretto.models import hub
 from stretto.models.config import parse_config
 from stretto.models.decoder import Decoder
+from stretto.models.value_head import with_value_head
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
-from stretto.trainer.critic import Critic, with_value_head
+from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
 from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, training_device
 from stretto.trainer.updates import Updates

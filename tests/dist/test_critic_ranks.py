@@ -9,7 +9,7 @@ from mesh_runs import policy_of
 from ranks import run_ranks
 
 from stretto.models import hub
-from stretto.trainer.critic import SCORE_NAME
+from stretto.models.value_head import SCORE_NAME
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,8 @@ from stretto.config.sections.trainer import (
 from stretto.config.sections.transport import ShmWeights
 from stretto.models import attention
 from stretto.models.lm_head import head_logits
-from stretto.trainer.critic import Critic, with_value_head
+from stretto.models.value_head import with_value_head
+from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
 from stretto.trainer.publish.canary import score_canary
 from stretto.trainer.state import checkpoint

@@ -68,6 +68,8 @@ NOT_RUN = {
     ("docs/planning.md", "plan"): "tests/addons/plan",
     ("docs/steering.md", "plan"): "tests/addons/plan",
     ("docs/rejudge.md", "outputs/demo"): "tests/addons/review",
+    ("docs/preference.md", "export"): "tests/addons/review",
+    ("examples/preference/README.md", "export"): "tests/addons/review",
     ("docs/debugging.md", "stacks"): "tests/unit/launch/jobs/test_stacks.py",
     ("docs/debugging.md", "--bench"): "tests/addons/bench",
     ("examples/gsm8k/README.md", "pip install"): "what a release contains is tested by tests/unit/test_package.py",

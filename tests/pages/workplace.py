@@ -9,10 +9,14 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from pages.blocks import ROOT, Block, blocks
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.sections.model import ScratchSection
+from stretto.models import hub
 from stretto.models.hub import random_model, save_hf
+from stretto.models.value_head import HEAD_NAME, SCORE_NAME, classification_config, with_value_head
 
 SOLVERS = '''
 import asyncio
@@ -67,6 +71,11 @@ def whole_config(block: Block) -> tuple[str, str]:
     return "rl", steps + ("" if has_model else _MODEL) + env + text
 
 
+_PAIRS = "".join(
+    json.dumps({"prompt": f"sort {a}{b}{i}", "chosen": f"{b}{a}", "rejected": f"{a}{b}"}) + "\n"
+    for i in range(20)
+    for a, b in zip("bcdefghijklmno", "abcdefghijklmn")
+)
 _MODEL = 'model.name = "outputs/sort-letters-sft/weights/latest"\n'
 _SFT = 'max_steps = 1000\nmodel.scratch = {}\ndata = { type = "environment", id = "sort-letters" }\n'
 
@@ -94,7 +103,18 @@ def build_workplace(folder: Path, models: tuple[str, ...] = MODELS) -> Path:
         model = folder / "outputs" / run / "weights" / "latest"
         model.mkdir(parents=True)
         save_hf(random_model(ScratchSection(), 112), model, tokenizer)
+    _add_preferences(folder, tokenizer)
     return folder
+
+
+def _add_preferences(folder: Path, tokenizer: Path) -> None:
+    """Pairs that a run has left, and a reward model."""
+    pairs, best = (folder / "outputs" / path for path in ("pairs-played/exports", "sort-letters-reward/weights/best"))
+    pairs.mkdir(parents=True)
+    (pairs / "pairs.jsonl").write_text(_PAIRS)
+    module = with_value_head(random_model(ScratchSection(), 112))
+    tensors = ((SCORE_NAME if n == HEAD_NAME else n, tensor) for n, tensor in hub.export_tensors(module))
+    hub.save_model_directory(torch.float32, best, tokenizer, classification_config(module), tensors)
 
 
 def link_models(outputs: Path, other: Path) -> Path:
@@ -124,6 +144,7 @@ def reader_files() -> dict[str, str]:
         "theirs.toml": theirs.text,
         "capitals_v1.py": taskset.text,
         "solvers.py": SOLVERS,
+        "pairs.jsonl": _PAIRS,
         "train.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
         **dict.fromkeys(("rl.toml", "base.toml"), _MODEL + env),
         "mine.toml": "seed = 1\n",

@@ -176,6 +176,9 @@ class RunDir:
         with atomic_path(self.latest_weights) as link:
             link.symlink_to(self.weights_step(step).name)
 
+    reference_logprobs = _Below("reference_logprobs.npz")
+    val_reference_logprobs = _Below("val_reference_logprobs.npz")
+    """What the start of a run on pairs says of them, and of those it validates on."""
     critic = _Below("critic")
     """Directory of the critic's exports, one `step_N` per export."""
 

@@ -99,9 +99,11 @@ class Renderer:
         """The conversation as text, up to the start of the model's reply."""
         return self.decode(self.render_prompt(messages, tools))
 
-    def render_leading(self, messages: Sequence[Message]) -> Int32[np.ndarray, " tokens"]:
-        """Token ids (int32) of the first messages of a conversation, without the start of a reply."""
-        rendered = self._backend.render(self._plain(messages), None, add_generation_prompt=False)
+    def render_leading(
+        self, messages: Sequence[Message], tools: list[Message] | None = None
+    ) -> Int32[np.ndarray, " tokens"]:
+        """Token ids (int32) of a conversation, or of its first messages, without the start of a reply."""
+        rendered = self._backend.render(self._plain(messages), tools, add_generation_prompt=False)
         return self._expanded(np.asarray(rendered.token_ids, np.int32), messages)
 
     def images_of(self, messages: Sequence[Message]) -> tuple[Image, ...]:

@@ -15,11 +15,12 @@ from stretto.base.foreign import load_function, load_object
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.hooks import ENVIRONMENTS
 from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys
-from stretto.config.sections.sft import FileData
+from stretto.config.sections.sft import SourceData
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.data.records import read_records
 from stretto.envs.base import needs_worker
 from stretto.envs.checks import missing_for
+from stretto.envs.rewards.builtin import scored_by
 from stretto.vime.saved import load as load_saved
 
 NUM_ARGUMENTS = {
@@ -114,7 +115,7 @@ def check_sft_records(cfg: SFTConfig) -> list[Checked]:
     """
     checked = []
     for setting, section in (("data.name", cfg), ("val.data.name", cfg.val)):
-        if section is not None and isinstance(data := section.data, FileData):
+        if section is not None and isinstance(data := section.data, SourceData):
             for source in data.sources:
                 next(read_records(source, setting, is_streamed=data.streaming, convert=data.convert))
                 checked.append(("read", source))
@@ -157,5 +158,5 @@ def _check_dataset(args: dict[str, Any]) -> Iterator[Checked]:
             yield "read", source
     for key, count in (("data_source", 1), ("reward", 2), ("generate", 3)):
         path = args.get(key)
-        if isinstance(path, str) and (":" in path or "." in path):
+        if isinstance(path, str) and (":" in path or "." in path) and scored_by(path) is None:
             yield _check_hook(path, f"dataset: {key}", count)

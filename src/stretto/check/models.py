@@ -20,10 +20,11 @@ from stretto.base import process, rundir
 from stretto.base.errors import ConfigError, meant_path
 from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
 from stretto.check.vllm_models import ServedModel
-from stretto.config.root import RLConfig
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.distill import TaughtAlgo
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import Family, ModelSection
+from stretto.config.sections.sft import RewardSection
 from stretto.data.hub_model import find_config, is_hub_name
 from stretto.data.model_file import ModelFile, has_own_family
 from stretto.families.table import SPARSE_FAMILIES
@@ -102,6 +103,26 @@ def check_model(
         raise ConfigError(f"{model.name}: {str(error).replace('[model', f'[{path}')}") from None
     for key, why in _unused_keys(model, shape, has_replay=has_replay):
         raise ConfigError(f"{model.name}: {key.format(path=path)} {why}; leave it out")
+
+
+def check_reward_model(cfg: SFTConfig) -> None:
+    """Check that `sft` can make a reward model of the model, if it is to.
+
+    Raises: ConfigError for a model that stretto does not compute itself, or that sees images.
+    """
+    if not isinstance(cfg.pair_loss, RewardSection) or cfg.model.scratch is not None:
+        return
+    here = find_model(cfg.model.name)
+    if here is None:
+        return
+    where = f'[loss] type = "reward": [model] name = {cfg.model.name!r}'
+    if not here.is_own:
+        raise ConfigError(
+            f"{where} is of the family {here.family!r}, which stretto does not compute itself; a reward model needs "
+            "one of its own families (docs/models.md)"
+        )
+    if here.found.get("vision_config") is not None:
+        raise ConfigError(f"{where} sees images, and a reward model reads text; give a model of text")
 
 
 def _refuse_missing(name: str) -> None:

@@ -20,8 +20,9 @@ from stretto.base.files import cache_dir, read_json
 from stretto.check.models import check_trainable, find_model, models_of, quantized_refusal, tokens_of
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
 from stretto.config.sections.model import LORA_TARGETS, LoRASection, ModelSection
+from stretto.config.sections.sft import RewardSection
 from stretto.data.hub_model import find_local
-from stretto.data.model_file import LocalModel, ModelFile, read_local_model
+from stretto.data.model_file import LocalModel, ModelFile, is_classifier, read_local_model
 from stretto.data.weight_files import HeaderTensor, NoWeightsError
 from stretto.families.table import FAMILIES
 
@@ -51,12 +52,14 @@ def check_weights_of(
 
     Raises: ConfigError that says what is wrong with which model, and what to do.
     """
+    check_writes(cfg)
     if isinstance(cfg, InferenceConfig | EvalConfig):
         return check_weights(cfg.model, "[model] name", None, is_dry_run=is_dry_run) if cfg.model else []
     notes = []
     model: ModelSection = cfg.model
     if model.scratch is None and getattr(cfg, "service", None) is None:
         notes += check_weights(model.name, "[model] name", model, is_dry_run=is_dry_run)
+        _check_kind(cfg)
     if isinstance(cfg, RLConfig):
         for name, has_weights in models_of(cfg):
             if has_weights and name != model.name:
@@ -99,6 +102,29 @@ def check_weights(name: str, key: str, trained: ModelSection | None, *, is_dry_r
     _check_embedding(where, found)
     wide = [] if trained is None or trained.lora is None else _wide_adapter(tensors, trained.lora)
     return check_tokens(where, model.directory, model) + _check_fit(where, model, tensors, trained) + wide
+
+
+def check_writes(cfg: RLConfig | SFTConfig | InferenceConfig | EvalConfig) -> None:
+    """Raises: ConfigError for a reward model in the place of one that replies."""
+    named: dict[str, str | None] = {}
+    if isinstance(cfg, EvalConfig):
+        named["model"] = cfg.model
+    if isinstance(cfg, RLConfig):
+        sections = {"inference": cfg.inference, "teacher_inference": cfg.teacher_inference}
+        named = {f"{key}.model": None if each is None else each.model for key, each in sections.items()}
+    for key, name in named.items():
+        if name and is_classifier(name):
+            raise ConfigError(f"{key} = {name!r} is a reward model, which writes no text; give a language model")
+
+
+def _check_kind(cfg: RLConfig | SFTConfig) -> None:
+    """Raises: ConfigError if what is trained is a reward model, and it is not trained as one."""
+    is_meant = isinstance(cfg, SFTConfig) and isinstance(cfg.pair_loss, RewardSection)
+    if not is_meant and is_classifier(cfg.model.name):
+        raise ConfigError(
+            f"[model] name = {cfg.model.name!r} is a reward model, which has one number in place of tokens; give a "
+            'language model, or train it on with [loss] type = "reward" of `sft`'
+        )
 
 
 def _check_targets(directory: Path, tensors: Mapping[str, HeaderTensor], targets: Sequence[str]) -> None:

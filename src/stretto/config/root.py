@@ -34,7 +34,15 @@ from stretto.config.sections.model import ModelSection, RendererSection, Tokeniz
 from stretto.config.sections.monitors import LogSection, MonitorsSection
 from stretto.config.sections.orchestrator import ClientSection, EvalSection, OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.run import BudgetSection, RunKeys
-from stretto.config.sections.sft import Data, LossMaskSection, OnlineEvalSection, ValSection
+from stretto.config.sections.sft import (
+    Data,
+    DpoSection,
+    LossMaskSection,
+    OnlineEvalSection,
+    PairLoss,
+    RewardSection,
+    ValSection,
+)
 from stretto.config.sections.trainer import (
     AdamWOptim,
     CkptSection,
@@ -329,13 +337,15 @@ class SFTConfig(ClusterRoot):
     """Present: validate on rows of its own."""
     eval: OnlineEvalSection | None = None
     loss_mask: LossMaskSection = LossMaskSection()
+    loss: PairLoss | None = None
+    """What is learned from pairs, [data] type = "preference"; None: `dpo`, and from other rows their log-likelihood."""
     optim: Optim = AdamWOptim()
     scheduler: Scheduler = ConstantScheduler()
     ckpt: CkptSection | None = CkptSection()
     batch_size: int = Field(64, gt=0)
-    """Examples in one step; they are packed into as few rows of seq_len tokens as they need."""
+    """Examples, or pairs, in one step; they are packed into as few rows of seq_len tokens as they need."""
     seq_len: int = Field(2048, gt=1)
-    """Tokens in one packed row; longer examples are cut."""
+    """Tokens in one packed row; longer examples are cut. A row holds both replies of a pair, each with the prompt."""
     max_steps: int | None = Field(None, gt=0)
     """Steps to train; None: by max_epochs."""
     max_epochs: int | None = Field(None, gt=0)
@@ -357,6 +367,11 @@ class SFTConfig(ClusterRoot):
     """GPUs, one rank each; None: the first ones, as many as deployment.num_train_gpus says."""
     monitors: MonitorsSection = MonitorsSection()
     log: LogSection = LogSection()
+
+    @property
+    def pair_loss(self) -> DpoSection | RewardSection | None:
+        """The loss of pairs; None if [data] has none."""
+        return (self.loss or DpoSection()) if self.data.type == "preference" else None
 
     @property
     def num_nodes(self) -> int:

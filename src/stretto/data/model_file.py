@@ -11,6 +11,7 @@ from typing import Any
 from stretto.base.errors import ConfigError, reason_of
 from stretto.data.hub_model import find_config, find_local
 from stretto.data.weight_files import HeaderTensor, find_embedding, read_weight_files
+from stretto.families import table
 from stretto.families.table import FAMILIES, family_of
 from stretto.families.values import wrong_values
 
@@ -66,6 +67,11 @@ class ModelFile:
         return not self.family or self.family in FAMILIES
 
     @property
+    def is_classifier(self) -> bool:
+        """Whether it gives labels of a text, as reward models do, and no tokens."""
+        return table.is_classifier(self.found)
+
+    @property
     def text(self) -> dict[str, Any]:
         """The numbers of its decoder: models with images have them in a table of their own."""
         return dict(self.found) | (self.found.get("text_config") or {})
@@ -78,6 +84,15 @@ def has_own_family(name: str) -> bool:
         return directory is None or ModelFile.read(directory).is_own
     except ConfigError:
         return True  # the process that loads the model says what is wrong with it
+
+
+def is_classifier(name: str) -> bool:
+    """Whether a model gives labels of a text; False if its config.json is missing or cannot be read."""
+    directory = find_config(name)
+    try:
+        return directory is not None and ModelFile.read(directory).is_classifier
+    except ConfigError:
+        return False
 
 
 @dataclass(frozen=True)

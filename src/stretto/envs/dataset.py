@@ -34,7 +34,7 @@ from stretto.envs.base import (
 )
 from stretto.envs.dataset_records import BY_RECORD, GIVEN, DatasetSettings, Records, has_entries, is_built_in
 from stretto.envs.result import listed_rewards
-from stretto.envs.rewards.builtin import async_rm
+from stretto.envs.rewards.builtin import async_rm, model_score, scored_by
 from stretto.envs.rewards.math_reward import MathVerifier
 from stretto.envs.rewards.weighted import WeightedRewards
 from stretto.records.rollout import Group, Task
@@ -93,6 +93,9 @@ class Dataset:
         ):
             key = "group_reward" if settings.group_reward else "reward_key"
             raise ConfigError(f'dataset: {key} does nothing with reward = "{settings.reward}"; remove it')
+        for name in settings.reward_names:
+            if (model := scored_by(name)) is not None:
+                _check_reward_model(records.run, name, model)
         self._sample_hooks = [Hook.load(path, "dataset: sample_hooks", 2) for path in settings.sample_hooks or ()]
         if settings.generate is not None:
             self._generate = Hook.load(settings.generate, "dataset: generate", 3)
@@ -241,9 +244,21 @@ class Dataset:
             return await self._reward.call(self.args, sample)
         if self.settings.reward == GIVEN:
             raise EnvError('dataset: reward = "given", and the sample has none; set sample.reward in your function')
+        if (name := scored_by(self.settings.reward)) is not None:
+            return await model_score(self.args, name, sample)
         if self.verifier is not None:
             return await async_rm(self.args, sample, verifier=self.verifier)
         return float(sample.response.strip() == str(sample.label).strip())
+
+
+def _check_reward_model(run: RunInfo, reward: str, name: str) -> None:
+    """Raises: ConfigError if the run has no model of this name."""
+    try:
+        run.model(name)
+    except ConfigError as error:
+        raise ConfigError(
+            f'dataset: reward = "{reward}": {error}; a function {name} of a module models is written "models:{name}"'
+        ) from None
 
 
 def turn_rewards_of(samples: Sequence[Sample]) -> Any:

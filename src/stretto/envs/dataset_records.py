@@ -22,6 +22,7 @@ from stretto.data.records import read_records
 from stretto.data.values import checked_json, refuse_surrogates
 from stretto.envs.base import Message, NeedsTokenizer, RunInfo, Split
 from stretto.envs.picture_store import Pictures
+from stretto.envs.rewards.builtin import scored_by
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook
 from stretto.vime.reward_types import BOXED, LABELLED, RM_TYPES, WITH_ENTRIES, is_rm_type
@@ -86,8 +87,9 @@ class DatasetSettings:
     reward: str = "exact"
     """`exact` (the reply equals the label), `math` (the content of its last box equals the label as mathematics, see
     docs/data.md), another of rewards/builtin.py (`dapo`, `deepscaler`, `f1`, `gpqa`, `ifbench`, `remote_rm`, `random`;
-    `boxed_` before it: the last box is the reply), `by_record` (the one that `metadata.rm_type` names), `given`
-    (`generate`, or a rollout function, sets sample.reward), or `module:function`: `rm(args, sample)`."""
+    `boxed_` before it: the last box is the reply), `models.NAME` (the score of the reward model [models.NAME]),
+    `by_record` (the one that `metadata.rm_type` names), `given` (`generate`, or a rollout function, sets
+    sample.reward), or `module:function`: `rm(args, sample)`."""
     rewards: dict[str, float] | None = None
     """Several rewards instead of `reward`: weights by name, or by `module:function`. The reward is the weighted sum."""
     group_reward: bool = False
@@ -403,7 +405,7 @@ class Records:
 
 def is_built_in(reward: str) -> bool:
     """Does the environment itself compute this reward, instead of a user's function?"""
-    return reward in ("exact", BY_RECORD) or is_rm_type(reward)
+    return reward in ("exact", BY_RECORD) or is_rm_type(reward) or scored_by(reward) is not None
 
 
 def has_entries(reward: str) -> bool:

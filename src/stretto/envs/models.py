@@ -1,4 +1,4 @@
-"""Frozen models beside the policy, as environments see them: `await ctx.model("judge").chat(messages)`.
+"""Frozen models beside the policy, as environments see them: `await ctx.model("judge").chat(messages)`, or `.score`.
 
 `[models.NAME]` says where a model runs, or that the run starts engines for it. The client is
 orchestrator/models.py; workers/child.py passes the requests of worker processes on to it.
@@ -29,7 +29,7 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatModel(Protocol):
-    """A frozen model that answers messages."""
+    """A frozen model: one that answers messages has `chat`, a reward model `score`."""
 
     async def chat(
         self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any
@@ -42,6 +42,13 @@ class ChatModel(Protocol):
         Raises: EngineError if the model does not answer, after all retries; EnvError if it refuses the request.
         """
 
+    async def score(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> float:
+        """What a reward model says of a whole conversation, as its head gives it: any number, higher is better.
+
+        Raises: EngineError if the model does not answer, after all retries; EnvError if it refuses the request, or is
+        no reward model.
+        """
+
 
 class Unreachable(ChatModel):
     """Stands for a model in a dry run, which asks none."""
@@ -50,6 +57,9 @@ class Unreachable(ChatModel):
         self.name = name
 
     async def chat(self, messages: Sequence[dict[str, Any]], tools: Any = None, **options: Any) -> ModelReply:
+        raise EngineError(f"models.{self.name} is not asked before the run starts")
+
+    async def score(self, messages: Sequence[dict[str, Any]], tools: Any = None) -> float:
         raise EngineError(f"models.{self.name} is not asked before the run starts")
 
 

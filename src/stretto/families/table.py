@@ -43,6 +43,12 @@ _SAME_NETWORK = {alias: family.name for family in FAMILIES.values() for alias in
 _NONE = Traits()
 
 
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model that gives labels of a text, as reward models do, and no tokens."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
 def family_of(found: Mapping[str, Any]) -> str:
     """The family that a config.json's `model_type` names; "" if there is none."""
     name = found.get("model_type") or ""

@@ -36,7 +36,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_ROUTES = frozenset({api.HEALTH, api.LIVENESS, ADMITTED})
 """Routes that need no key: supervisors and routers call them."""
-GENERATING = frozenset({api.GENERATE, api.COMPLETIONS, api.CHAT_COMPLETIONS})
+GENERATING = frozenset({api.GENERATE, api.COMPLETIONS, api.CHAT_COMPLETIONS, api.CLASSIFY})
 """Routes whose requests may have to wait."""
 NO_KEY = "the API key is missing or wrong; send `Authorization: Bearer <key>`"
 MAX_ADMIN_BYTES = 64 << 20  # a manifest of 400,000 tensors

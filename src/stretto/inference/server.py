@@ -1,8 +1,8 @@
 """The inference process: one embedded engine behind vLLM's and OpenAI's HTTP routes.
 
 `main` listens immediately (/liveness 200, /health 503), loads the model, then serves. Token routes are here, text
-routes in openai.py; embedded/ computes the replies, and boundary.py answers requests that fail. An exception in the
-engine itself ends the process with a traceback in the log.
+routes in openai.py; embedded/ computes the replies, and boundary.py answers requests that fail. A reward model has
+scorer.py in place of an engine. An exception in the engine itself ends the process with a traceback in the log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stretto.base.status import is_supervised
 from stretto.chat.tokenizer import end_ids
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR
 from stretto.data.hub_model import fetch
-from stretto.data.model_file import has_own_family
+from stretto.data.model_file import has_own_family, is_classifier
 from stretto.inference.boundary import (
     MAX_ADMIN_BYTES,
     RUNNER_SETTINGS,
@@ -43,6 +43,7 @@ from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.engine import FAILED, Engine, EngineState
 from stretto.inference.limits import too_many_adapters
 from stretto.inference.openai import OpenAIRoutes
+from stretto.inference.scorer import ScoreServer
 from stretto.inference.update_order import UpdateOrder
 from stretto.models.hub import dtype_of, load_model
 from stretto.models.tracing.tracer import Tracer
@@ -110,6 +111,15 @@ class Server:
         app.router.add_routes([web.get(path, handler) for path, handler in get.items()])
         app.router.add_routes([web.post(path, handler) for path, handler in post.items()])
         return app
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.engine is not None
+
+    def close(self) -> None:
+        """End the engine, if there is one."""
+        if self.engine is not None:
+            self.engine.close()
 
     def ready_engine(self) -> Engine:
         """The engine. Raises: Refusal 503 while the model is loading."""
@@ -271,6 +281,10 @@ def main(cfg: InferenceConfig) -> int:
     log.setup("inference", cfg.run_dir if cfg.run.name else None, cfg.log.level, cfg.log.json_logging)
     raise_file_limit()
     cfg = with_address(cfg)
+    if cfg.model is not None and is_classifier(cfg.model):
+        if cfg.num_threads is not None:
+            torch.set_num_threads(cfg.num_threads)
+        return asyncio.run(listen(cfg, ScoreServer(cfg, model_directory(cfg))))
     is_own = cfg.model is None or has_own_family(cfg.model)
     if cfg.chosen_engine(has_gpu=bool(visible_gpus()), is_own=is_own) == "vllm":
         return addons.load("stretto.engines", "vllm", 'inference.engine = "vllm"')(cfg, model_directory(cfg))
@@ -292,8 +306,12 @@ def with_address(cfg: InferenceConfig) -> InferenceConfig:
 
 
 async def serve(cfg: InferenceConfig) -> int:
+    """Serve the language model of an [inference] section; returns the process's exit code."""
+    return await listen(cfg, Server(cfg))
+
+
+async def listen(cfg: InferenceConfig, server: Server | ScoreServer) -> int:
     """Listen, load, serve; returns the process's exit code."""
-    server = Server(cfg)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -309,7 +327,7 @@ async def serve(cfg: InferenceConfig) -> int:
             f"[inference.server] cannot listen on {host}:{port}: {error.strerror or error}. `ss -ltnp` shows which "
             "process uses the port: stop it, or set another server.port."
         ) from error
-    work = asyncio.create_task(_load_and_run(server))
+    work = asyncio.create_task(server.run() if isinstance(server, ScoreServer) else _load_and_run(server))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -317,7 +335,7 @@ async def serve(cfg: InferenceConfig) -> int:
             logger.info("stopping")
             return 0
         server.failure = work.exception()
-        if isinstance(server.failure, StrettoError) and server.engine is None:
+        if isinstance(server.failure, StrettoError) and not server.is_loaded:
             raise server.failure
         return 1
     finally:
@@ -325,8 +343,7 @@ async def serve(cfg: InferenceConfig) -> int:
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await work
-        if server.engine is not None:
-            server.engine.close()
+        server.close()
         await runner.cleanup()
 
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.families.table import is_classifier
 from stretto.models import hub
 from stretto.models.fp8.checkpoint import lazily_from_8_bits
 from stretto.models.hf import is_refusal, load_with_report
+from stretto.models.value_head import HEAD_NAME, SCORE_NAME
 
 MOST_NAMES = 3
 EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
@@ -39,21 +42,27 @@ def find_faults(directory: Path, impl: str) -> tuple[list[str], list[str]]:
 def _own_faults(directory: Path) -> list[str]:
     cfg = hub.load_config(directory, may_be_quantized=True)
     layout = hub.load_layout(directory)
+    if is_reward := is_classifier(cfg.hf):
+        cfg = replace(cfg, tie_word_embeddings=False)
     with torch.device("meta"):
         table = hub.build_tensor_map(cfg)
+    expected_shapes = dict(table.their_shapes)
+    if is_reward:
+        del expected_shapes[HEAD_NAME]
+        expected_shapes[SCORE_NAME] = (1, cfg.hidden_size)
     sources = hub.read_tensors(directory)
     if layout is not None:
         sources = lazily_from_8_bits(sources, layout)
-    missing, unknown, shapes = set(table.their_shapes), [], []
+    missing, unknown, shapes = set(expected_shapes), [], []
     for name, shape, _ in sources:
-        if (expected := table.their_shapes.get(name)) is None:
+        if (expected := expected_shapes.get(name)) is None:
             unknown += [] if hub.is_redundant(name, cfg) else [name]
             continue
         missing.discard(name)
         swapped = (*expected[:-2], *expected[:-3:-1])
         if tuple(shape) != expected and not (name in table.swappable and tuple(shape) == swapped):
             shapes.append((name, tuple(shape), expected))
-    return _sentences(shapes, sorted(missing), unknown, len(table.their_shapes), cfg.family)
+    return _sentences(shapes, sorted(missing), unknown, len(expected_shapes), cfg.family)
 
 
 def _transformers_faults(directory: Path) -> tuple[list[str], list[str]]:

@@ -247,7 +247,7 @@ time/save_ckpt | s | Time that training waited for a checkpoint or an export.
         ("sft",),
         "Beside `nll/mean`, which is the training loss.",
         _rows("""
-val/loss | nats per token | Loss on validation rows. | If it rises while `nll/mean` falls, stop: the model
+val/loss | nats per token or pair | Loss on validation rows. | If it rises while `nll/mean` falls, stop: the model
     memorizes.
 time/pack | s | Drawing the examples of a step and packing them into rows.
 time/forward_backward | s | Forward and backward.
@@ -255,6 +255,25 @@ time/optim | s | Reduction of gradients, clipping, and the update.
 time/val | s | Duration of the validation.
 progress/epoch | epochs | Passes over the rows so far.
 progress/total_samples | rows | Rows trained so far.
+"""),
+    ),
+    Part(
+        "Preference pairs",
+        ("sft",),
+        'With `[data] type = "preference"`, beside `loss/mean` and `val/loss`, which are means over pairs. The names '
+        "are TRL's.",
+        _rows("""
+rewards/accuracies | 0 to 1 | Pairs whose better reply has the higher reward. | 0.5 is chance; at the first step of DPO
+    both rewards are 0, and it is 0.
+rewards/margins | reward | Reward of the better reply minus that of the other. | Should rise.
+rewards/chosen | reward | Mean reward of the better replies: of a reward model its score, of DPO beta x (log-probability
+    minus the start's).
+rewards/rejected | reward | Mean reward of the other replies.
+logps/chosen | nats | Mean log-probability of the better replies (`dpo`). | If it falls with that of the others, the
+    policy forgets both: lower the learning rate or raise beta.
+logps/rejected | nats | Mean log-probability of the other replies (`dpo`).
+val/rewards/accuracies | 0 to 1 | The same on validation pairs. | The figure to choose by.
+val/rewards/margins | reward | The same on validation pairs.
 """),
     ),
     Part(

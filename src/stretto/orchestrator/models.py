@@ -3,9 +3,9 @@
 kept_replies.py keeps that cache over starts of a run.
 
 Environments see `ChatModel` of envs/models.py. A model is an engine that the run has started, or any server with
-/chat/completions. A request waits for its turn (max_concurrent, requests_per_minute), then has timeout_s, retries
-included. Two requests at once that are the same are one. What cannot be answered raises: the rollout fails, and is
-played again, unless the environment catches the error.
+/chat/completions, and for a reward model with vLLM's /classify. A request waits for its turn (max_concurrent,
+requests_per_minute), then has timeout_s, retries included. Two requests at once that are the same are one. What cannot
+be answered raises: the rollout fails, and is played again, unless the environment catches the error.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,41 @@ _BACKOFF_S = 0.25
 _MAX_BACKOFF_S = 10.0
 _POLL_S = 0.5
 _KEY_REFUSED = ("HTTP 401", "HTTP 403")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a frozen model is asked for."""
+
+    url: Callable[[str], str]
+    """The route's address from `ModelClient.base_url`."""
+    read: Callable[[Any], dict[str, Any]]
+    """An answer's text, message and finish_reason."""
+    otherwise: str
+    hint: str = ""
+
+
+def _read_chat(answer: Any) -> dict[str, Any]:
+    choice = answer["choices"][0]
+    message = {key: value for key, value in choice["message"].items() if value is not None}
+    text, end = _text_of(message.get("content", "")), choice.get("finish_reason") or "stop"
+    return {"text": text, "message": message, "finish_reason": end}
+
+
+def _read_score(answer: Any) -> dict[str, Any]:
+    (value,) = answer["data"][0]["probs"]
+    if not math.isfinite(value):
+        raise ValueError(f"a score of {value}")
+    return {"text": repr(float(value)), "message": {}, "finish_reason": "stop"}
+
+
+_CHAT = _Kind(lambda base: f"{base}/chat/completions", _read_chat, "no chat completion")
+_SCORE = _Kind(
+    lambda base: base.removesuffix("/v1") + api.CLASSIFY,
+    _read_score,
+    "no score of one label",
+    "; `score` asks a reward model, a directory for sequence classification with one label",
+)
 
 
 class ModelClient(ChatModel):
@@ -71,6 +108,17 @@ class ModelClient(ChatModel):
         checked = openai_messages(checked_messages(messages, f"models.{self.name}: messages of chat"))
         given = {"temperature": 0.0, "tools": tools or None} | options
         body = {"model": self._model, "messages": checked} | {k: v for k, v in given.items() if v is not None}
+        return await self._answered(body, _CHAT, is_same_again=given["temperature"] == 0)
+
+    async def score(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> float:
+        checked = openai_messages(checked_messages(messages, f"models.{self.name}: messages of score"))
+        body: dict[str, Any] = {"model": self._model, "messages": checked, "use_activation": False}
+        if tools:  # vLLM's route has no field of its own for them
+            body["chat_template_kwargs"] = {"tools": tools}
+        return float((await self._answered(body, _SCORE, is_same_again=True)).text)
+
+    async def _answered(self, body: dict[str, Any], kind: _Kind, *, is_same_again: bool) -> ModelReply:
+        """The reply to a request; is_same_again: an equal request would get the same."""
         try:
             data = msgspec.json.encode(body)
         except (TypeError, ValueError) as cause:
@@ -78,11 +126,11 @@ class ModelClient(ChatModel):
                 f"models.{self.name}: the request cannot be sent: {cause}; give what JSON can hold"
             ) from None
         self.counts["requests"] += 1
-        if not self._section.cache_size or given["temperature"] != 0:
-            return await self._reply(data)
-        return await self._cached(data)
+        if not self._section.cache_size or not is_same_again:
+            return await self._reply(data, kind)
+        return await self._cached(data, kind)
 
-    async def _cached(self, body: bytes) -> ModelReply:
+    async def _cached(self, body: bytes, kind: _Kind) -> ModelReply:
         """The reply to a request, which is sent only if no earlier one was the same."""
         key = hashlib.sha256(self._source + b"\0" + body).digest()
         if (known := self._replies.get(key)) is not None:
@@ -92,7 +140,7 @@ class ModelClient(ChatModel):
         is_asked = key in self._asked
         if not is_asked:
             # A task of its own: the request goes on for others if the rollout that began it is cancelled.
-            self._asked[key] = asyncio.create_task(self._reply(body))
+            self._asked[key] = asyncio.create_task(self._reply(body, kind))
             self._asked[key].add_done_callback(partial(self._keep, key))
         self.counts["cached"] += is_asked
         reply = await asyncio.shield(self._asked[key])
@@ -108,7 +156,7 @@ class ModelClient(ChatModel):
         if len(self._replies) > self._section.cache_size:
             self._replies.popitem(last=False)
 
-    async def _reply(self, body: bytes) -> ModelReply:
+    async def _reply(self, body: bytes, kind: _Kind) -> ModelReply:
         async with self._turns:
             await self.spending.admit()
             await self._pace()
@@ -116,17 +164,18 @@ class ModelClient(ChatModel):
             seen: list[str] = []
             try:
                 async with asyncio.timeout(timeout_s):
-                    answer = await self._post(body, seen)
+                    answer = await self._post(kind.url(self.base_url), body, seen)
             except TimeoutError:
                 self.counts["failed"] += 1
                 last = f"; the last answer: {seen[-1]}" if seen else ""
                 raise EngineError(f"models.{self.name}: no reply in {timeout_s:g} s (client.timeout_s){last}") from None
             except http.RequestRefused as error:
-                raise EnvError(f"models.{self.name} refuses the request: {error}") from error
+                raise EnvError(f"models.{self.name} refuses the request: {error}{kind.hint}") from error
             except EngineError as error:
                 self.counts["failed"] += 1
-                raise EngineError(f"models.{self.name}: {error}") from error
-        reply = self._parsed(answer)
+                hint = kind.hint if "HTTP 404" in str(error) else ""  # the server has no such route
+                raise EngineError(f"models.{self.name}: {error}{hint}") from error
+        reply = self._parsed(answer, kind)
         self.spending.add(reply)
         return reply
 
@@ -139,12 +188,12 @@ class ModelClient(ChatModel):
         self._next_at = begins_at + 60.0 / most
         await asyncio.sleep(begins_at - now)
 
-    async def _post(self, body: bytes, seen: list[str]) -> bytes:
+    async def _post(self, url: str, body: bytes, seen: list[str]) -> bytes:
         """The answer to a request; `seen` gets the errors of attempts that failed.
 
         Raises: EngineError after max_retries; RequestRefused.
         """
-        url, num_failed = self.base_url + "/chat/completions", 0
+        num_failed = 0
         while True:
             try:
                 return await self._http.request("POST", url, body, api.JSON_HEADERS)
@@ -156,25 +205,19 @@ class ModelClient(ChatModel):
                 backoff_s = min(_BACKOFF_S * 2 ** (len(seen) - 1), _MAX_BACKOFF_S) * random.uniform(0.5, 1.0)
                 await asyncio.sleep(max(error.wait_s or 0.0, backoff_s))
 
-    def _parsed(self, data: bytes) -> ModelReply:
+    def _parsed(self, data: bytes, kind: _Kind) -> ModelReply:
         try:
             answer = msgspec.json.decode(data)
-            choice = answer["choices"][0]
-            message = {key: value for key, value in choice["message"].items() if value is not None}
             usage = answer.get("usage") or {}
-            reply = {
-                "text": _text_of(message.get("content", "")),
-                "message": message,
-                "finish_reason": choice.get("finish_reason") or "stop",
+            reply = kind.read(answer) | {
                 "num_prompt_tokens": usage.get("prompt_tokens") or 0,
                 "num_completion_tokens": usage.get("completion_tokens") or 0,
             }
             return msgspec.convert(reply, ModelReply)
-        except (msgspec.MsgspecError, KeyError, IndexError, TypeError, AttributeError) as cause:
+        except (msgspec.MsgspecError, KeyError, IndexError, TypeError, AttributeError, ValueError) as cause:
             self.counts["failed"] += 1
-            raise EngineError(
-                f"models.{self.name}: the answer of {self.base_url} is no chat completion: {cause!r}"
-            ) from None
+            what = f"the answer of {self.base_url} is {kind.otherwise}"
+            raise EngineError(f"models.{self.name}: {what}: {cause!r}") from None
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until the server lists its models; one that has no such list is taken as it is.

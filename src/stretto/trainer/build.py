@@ -18,8 +18,9 @@ from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.models.fp8.checkpoint import BlockLayout
 from stretto.models.hf import Policy
+from stretto.models.value_head import with_value_head
 from stretto.trainer.batch.token_export import export_tokens
-from stretto.trainer.critic import Critic, load_critic, with_value_head
+from stretto.trainer.critic import Critic, load_critic
 from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
 from stretto.trainer.ranks.mesh import Mesh, build_mesh, training_device

@@ -1,32 +1,28 @@
 """The critic of PPO: a network like the policy with one output, and its own optimizer.
 
 For every trained token it predicts the return of the sample from the text before the token. It is trained on the
-policy's ranks, or on ranks of its own (critic_ranks.py). Its files are those of a transformers model for sequence
-classification with one label, so a critic can start from a reward model.
+policy's ranks, or on ranks of its own (critic_ranks.py). Its network and files are models/value_head.py.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.algorithms.losses import weighted_sum
 from stretto.algorithms.value_loss import value_loss
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import DataError
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import ConstantScheduler, CriticSection, Optim
 from stretto.data.hub_model import fetch
-from stretto.families.table import FAMILIES
-from stretto.models import hub
 from stretto.models.decoder import Decoder
-from stretto.models.tensor_map import CheckpointReader, LazyTensor, TensorSlice, as_whole_slices
+from stretto.models.tensor_map import TensorSlice
+from stretto.models.value_head import load_value_model
 from stretto.records.sample import MicroBatch
 from stretto.records.token_counts import ComponentWeights
 from stretto.trainer.batch.metrics import StepSums
@@ -40,69 +36,21 @@ from stretto.trainer.state.learner_state import LearnerState, StateSource, Tenso
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-logger = logging.getLogger(__name__)
-
-HEAD_NAME, SCORE_NAME = "lm_head.weight", "score.weight"
-"""The name of the output weight here, and in a model for sequence classification."""
-
-
-def with_value_head(policy: Decoder) -> Decoder:
-    """A critic with the policy's blocks and a new output that is 0 for every text.
-
-    It shares memory with `policy`, which must not be used afterwards.
-    """
-    cfg = replace(policy.config, tie_word_embeddings=False)
-    with torch.device("meta"):
-        critic = Decoder(cfg)
-    critic.model = policy.model
-    critic.lm_head = _head(cfg.hidden_size, policy.output_weight.dtype, policy.output_weight.device)
-    return critic
-
-
-def _head(hidden_size: int, dtype: torch.dtype, device: torch.device | str) -> nn.Linear:
-    head = nn.Linear(hidden_size, 1, bias=False, dtype=dtype, device=device)
-    nn.init.zeros_(head.weight)
-    return head
-
 
 def load_critic(directory: str | Path, *, dtype: torch.dtype, may_be_meta: bool = False) -> Decoder:
-    """A critic from a model directory; without `score.weight` it gets a new output that is 0.
+    """A critic from a model directory, with the head that it has or a new one.
 
     may_be_meta: on several ranks it may be on the meta device; `Critic` then loads its shards.
 
     Raises: ConfigError for a model with several labels; DataError for a damaged directory.
     """
-    directory = fetch(str(directory))
-    cfg = replace(hub.load_config(directory), tie_word_embeddings=False)
-    with torch.device("meta"):
-        critic = Decoder(cfg)
-        critic.lm_head = nn.Linear(cfg.hidden_size, 1, bias=False)
-    critic = critic.to(dtype)
-
-    def read() -> Iterator[tuple[str, tuple[int, ...], LazyTensor]]:
-        is_scorer = False
-        for name, shape, source in hub.read_tensors(directory):
-            if name == SCORE_NAME:
-                if shape != (1, cfg.hidden_size):
-                    raise ConfigError(
-                        f"trainer.critic.load = {str(directory)!r}: {SCORE_NAME} has shape {shape}; a critic "
-                        f"has one label, (1, {cfg.hidden_size})"
-                    )
-                is_scorer = True
-                yield HEAD_NAME, shape, source
-            elif name != HEAD_NAME:
-                yield name, shape, source
-        if not is_scorer:
-            yield HEAD_NAME, (1, cfg.hidden_size), torch.zeros(1, cfg.hidden_size, dtype=dtype)
-        logger.info("critic from %s, with %s", directory, "its own output" if is_scorer else "a new output that is 0")
-
-    if may_be_meta and num_ranks() > 1:
-        critic.checkpoint_reader = CheckpointReader(directory, read)
-        return critic
-    critic = critic.to_empty(device=training_device())
-    targets = as_whole_slices((name, p) for name, p in critic.named_parameters())
-    hub.load_slices(critic.tensor_map, targets, read(), cfg, str(directory))
-    return critic
+    return load_value_model(
+        fetch(str(directory)),
+        dtype=dtype,
+        device=training_device(),
+        is_meta=may_be_meta and num_ranks() > 1,
+        key="trainer.critic.load",
+    )
 
 
 class Critic:
@@ -242,17 +190,6 @@ class Critic:
         if variance > 1e-12:
             metrics["critic/explained_variance"] = 1 - sums["errors"] / count / variance
         return metrics | self._last
-
-    def hf_config(self) -> dict[str, Any]:
-        """The config.json of a critic, for `load_critic` and transformers."""
-        cfg = self.module.config
-        return cfg.hf | {
-            "architectures": [FAMILIES[cfg.family].architecture.replace("CausalLM", "SequenceClassification")],
-            "num_labels": 1,
-            "id2label": {"0": "value"},
-            "label2id": {"value": 0},
-            "tie_word_embeddings": False,
-        }
 
     def _picked(self, stream: np.ndarray, inputs: PassInputs) -> Tensor:
         return torch.from_numpy(stream[inputs.sources]).to(self.mesh.device)

@@ -320,7 +320,7 @@ class Learner:
             return {}
         rates, norms = zip(*self._updates)
         self._sums.add({"max/updates": float(len(norms))})
-        metrics = self._sums.pop_means(self.mesh.reduce)
+        metrics = self._pop_means()
         metrics |= {"optim/lr": rates[-1], "optim/grad_norm": sum(norms) / len(norms)}
         if len(norms) > 1:
             metrics["optim/updates"] = len(norms)
@@ -330,6 +330,10 @@ class Learner:
         if self._routers is not None:
             metrics |= self._routers.end_step(self.mesh.reduce_token_sums)
         return metrics
+
+    def _pop_means(self) -> dict[str, float]:
+        """The means over the passes of a step, on all ranks."""
+        return self._sums.pop_means(self.mesh.reduce)
 
     @torch.no_grad()
     def trained_logprobs(

@@ -20,6 +20,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
 from stretto.models.lora import attach_adapters
 from stretto.models.tensor_map import TensorSlice
+from stretto.models.value_head import has_value_head
 from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.pass_inputs import (
     IDLE_MICRO_BATCH,
@@ -82,6 +83,8 @@ class Network:
             module.model.visual.requires_grad_(False)
         if model.lora is not None:
             attach_adapters(module, model.lora, seed=torch.initial_seed() % 2**63)
+            if has_value_head(module):  # it is new, so it is trained whole
+                module.output_weight.requires_grad_(True)
         prepare_blocks(module, model)
         self.weights: TrainedWeights
         if self.mesh.world_size == 1:

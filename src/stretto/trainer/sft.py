@@ -7,7 +7,7 @@
 The state of a run is that of the learner (weights, optimizer, step, random state) and the number of examples drawn.
 Both are in a checkpoint, so a resumed run continues bit for bit. On several ranks each draws the same examples and
 trains on its share of the packed rows; the lead writes files. The learner is learner.py, examples and their order are
-batch/sft_data.py.
+batch/sft_data.py. Preference pairs are examples of another kind, batch/pairs.py, with a learner of their own, pairs.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -41,7 +42,7 @@ from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.changes import changes
 from stretto.config.load import dump, write_json
 from stretto.config.root import SFTConfig
-from stretto.config.sections.sft import FileData
+from stretto.config.sections.sft import Data, PreferenceData, RewardSection, SourceData
 from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.models.hf import Policy
 from stretto.models.tracing.snapshots import MemorySnapshots
@@ -49,9 +50,10 @@ from stretto.models.tracing.tracer import Tracer
 from stretto.monitors.base import Monitors, build_monitors
 from stretto.monitors.purse import Purse, Used, used_by_metrics
 from stretto.monitors.steps import Throughput
-from stretto.records.sample import MicroBatch
+from stretto.trainer.batch.pairs import Pairs, find_padding, load_pairs, pack_pairs, tokens_per_reply
 from stretto.trainer.batch.sft_data import ExampleOrder, Examples, load_examples, pack
 from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
+from stretto.trainer.pairs import PairLearner, load_reward_model, reference_of
 from stretto.trainer.process import StopFlag, choose_kernels, stop_on_signal
 from stretto.trainer.publish.export import export_weights, prune_exports
 from stretto.trainer.publish.online_evals import OnlineEvals
@@ -105,6 +107,8 @@ def main(cfg: SFTConfig) -> int:
 
 ResumePoint = tuple[RunDir, int]
 """The run and the step whose checkpoint a run resumes from."""
+Packer = Callable[[Sequence[int]], list[Any]]
+"""Indices of rows -> the micro batches that hold them, as the run's learner takes them."""
 
 
 def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[tuple[str, int] | None, list[str], str]:
@@ -154,28 +158,27 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     longest = min(cfg.seq_len, policy.config.hf.get("max_position_embeddings") or cfg.seq_len)
     positions = "max_position_embeddings of the model" if cfg.model.scratch is None else SCRATCH_POSITIONS
     limit = "seq_len" if longest == cfg.seq_len else positions
-    examples = load_examples(cfg.data, renderer, cfg.loss_mask, longest, cfg.seed, limit=limit)
-    order = ExampleOrder(len(examples), cfg.seed, is_shuffled=not isinstance(cfg.data, FileData) or cfg.data.shuffle)
+    examples = _load_data(cfg, cfg.data, renderer, longest, limit, cfg.seed)
+    if isinstance(cfg.pair_loss, RewardSection):
+        assert isinstance(examples, Pairs)
+        policy.config.hf["pad_token_id"] = find_padding(policy.config.hf, renderer.tokenizer, examples)
+    order = ExampleOrder(len(examples), cfg.seed, is_shuffled=not isinstance(cfg.data, SourceData) or cfg.data.shuffle)
     step = 0 if start is None else _find_position(cfg, start, examples, order)
     max_steps = find_last_step(cfg, len(examples), step, order.num_drawn)
     log_epochs(cfg, len(examples), max_steps, order.num_drawn + (max_steps - step) * cfg.batch_size)
-    held_out: list[MicroBatch] = []
+    learner = _build_learner(cfg, policy, max_steps)
+    upcoming = order.upcoming(_num_draws(cfg, order, max_steps - step))
+    packer = _build_packer(cfg, learner, examples, run.reference_logprobs, upcoming)
+    validation = None
     if cfg.val is not None:
-        rows = load_examples(cfg.val.data, renderer, cfg.loss_mask, longest, cfg.seed + VAL_SEED_OFFSET, limit=limit)
-        held_out = pack(rows.examples, cfg.seq_len)
-    learner = Learner(
-        policy,
-        model=cfg.model,
-        optim=cfg.optim,
-        scheduler=cfg.scheduler,
-        max_steps=max_steps,
-        mesh=build_mesh(cfg.model, policy.config),
-    )
-    validation = None if cfg.val is None else Validation(cfg.val, held_out, learner, run, tokenizer_dir)
+        held_out = _load_data(cfg, cfg.val.data, renderer, longest, limit, cfg.seed + VAL_SEED_OFFSET)
+        all_rows = range(len(held_out))
+        pack_held_out = _build_packer(cfg, learner, held_out, run.val_reference_logprobs, all_rows)
+        validation = Validation(cfg.val, pack_held_out(all_rows), learner, run, tokenizer_dir)
     used = run_on_lead(lambda: used_before(run, start).as_dict(), dict[str, float])
     purse = Purse(cfg.budget, Used.of(used))
     purse.check()
-    session = Session(cfg, run, learner, examples, order, validation, max_steps, tokenizer_dir, purse)
+    session = Session(cfg, run, learner, examples, order, validation, max_steps, tokenizer_dir, packer, purse)
     if (ckpt := cfg.ckpt) is not None:
         session.saver = checkpoint.build_saver(cfg, lambda step: complete_checkpoint(run, ckpt, step))
     if start is not None:
@@ -185,8 +188,9 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
         if validation is not None and not session.is_new:
             validation.load(read_position(start).get("val"), start[1])
     logger.info(
-        "%d examples, %d tokens; %d parameters on %s; steps %d to %d",
+        "%d %s, %d tokens; %d parameters on %s; steps %d to %d",
         len(examples),
+        "examples" if cfg.pair_loss is None else "pairs",
         examples.num_tokens,
         sum(p.numel() for p in policy.parameters()),
         training_device(),
@@ -196,11 +200,52 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     return session
 
 
+def _load_data(cfg: SFTConfig, data: Data, renderer: Renderer, longest: int, limit: str, seed: int) -> Examples | Pairs:
+    """The rows of a data section as tokens; longest: of one sequence, as the key `limit` says."""
+    if not isinstance(data, PreferenceData):
+        return load_examples(data, renderer, cfg.loss_mask, longest, seed, limit=limit)
+    is_scored = isinstance(cfg.pair_loss, RewardSection)
+    limit, most = f"{limit} = {longest}", tokens_per_reply(cfg.seq_len, is_scored=is_scored)
+    if most < longest:
+        longest, limit = most, f"seq_len = {cfg.seq_len}"
+    return load_pairs(data, renderer, cfg.loss_mask, longest, is_scored=is_scored, limit=limit)
+
+
+def _build_learner(cfg: SFTConfig, policy: Policy, max_steps: int) -> Learner:
+    """The learner of examples or of pairs."""
+    common: dict[str, Any] = {"model": cfg.model, "optim": cfg.optim, "scheduler": cfg.scheduler}
+    common |= {"max_steps": max_steps, "mesh": build_mesh(cfg.model, policy.config)}
+    if cfg.pair_loss is None:
+        return Learner(policy, **common)
+    return PairLearner(policy, pair_loss=cfg.pair_loss, **common)
+
+
+def _build_packer(
+    cfg: SFTConfig, learner: Learner, rows: Examples | Pairs, kept: Path, wanted: Iterable[int]
+) -> Packer:
+    """What packs rows into micro batches, by their indices.
+
+    wanted: the rows that will be asked for; of pairs the start's log-probabilities are computed now, and kept.
+    """
+    if isinstance(rows, Examples):
+        return lambda indices: pack([rows[i] for i in indices], cfg.seq_len)
+    assert isinstance(learner, PairLearner)
+    reference = None
+    if learner.needs_reference:
+        start = cfg.model.name if cfg.model.scratch is None else f"scratch, seed {cfg.seed}"
+        reference = reference_of(learner, rows, wanted, cfg.seq_len, kept=kept, start=start)
+    return lambda indices: pack_pairs(rows, indices, cfg.seq_len, reference)
+
+
 def _load_model(cfg: SFTConfig) -> tuple[Policy, Renderer, Path]:
     """The policy, its renderer, and the directory of its tokenizer."""
     tokenizer_dir = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
     tokenizer = load_tokenizer(tokenizer_dir)
-    policy = load_policy(cfg.model, may_be_meta=True, **find_tokens(tokenizer))
+    tokens = find_tokens(tokenizer)
+    if isinstance(cfg.pair_loss, RewardSection):
+        policy: Policy = load_reward_model(cfg.model, **tokens)
+    else:
+        policy = load_policy(cfg.model, may_be_meta=True, **tokens)
     torch.set_num_threads(choose_threads(cfg.num_threads, sum(p.numel() for p in policy.parameters())))
     model_type = policy.config.hf["model_type"]
     model_dir = Path(cfg.model.name) if Path(cfg.model.name).is_dir() else tokenizer_dir
@@ -208,7 +253,7 @@ def _load_model(cfg: SFTConfig) -> tuple[Policy, Renderer, Path]:
     return policy, build_renderer(tokenizer, cfg.renderer, model_type, images), tokenizer_dir
 
 
-def _find_position(cfg: SFTConfig, start: ResumePoint, examples: Examples, order: ExampleOrder) -> int:
+def _find_position(cfg: SFTConfig, start: ResumePoint, examples: Examples | Pairs, order: ExampleOrder) -> int:
     """The step to continue after, 0 if the run begins anew; sets how many examples have been drawn."""
     cursor = read_position(start)
     if cfg.resume is not None and cfg.resume.skip_progress:
@@ -261,11 +306,12 @@ class Session:
     cfg: SFTConfig
     run: RunDir
     learner: Learner
-    examples: Examples
+    examples: Examples | Pairs
     order: ExampleOrder
     validation: Validation | None
     max_steps: int
     tokenizer_dir: Path
+    pack: Packer
     purse: Purse
     budget_reason: str | None = None
     """Why the budget ends the run, once it does."""
@@ -356,10 +402,7 @@ def train_step(session: Session) -> dict[str, float]:
     """One optimizer step on the next batch of examples."""
     start = time.perf_counter()
     order, cfg = session.order, session.cfg
-    count = cfg.batch_size
-    if cfg.max_epochs is not None:
-        count = min(count, cfg.max_epochs * len(session.examples) - order.num_drawn)
-    micro_batches = pack([session.examples[i] for i in order.draw(count)], cfg.seq_len)
+    micro_batches = session.pack(order.draw(_num_draws(cfg, order, 1)))
     packed_at = time.perf_counter()
     session.learner.forward_backward(session.learner.mesh.local_items(micro_batches))
     computed_at = time.perf_counter()
@@ -381,6 +424,12 @@ def train_step(session: Session) -> dict[str, float]:
         **used,
         "perf/throughput": session.throughput.add(num_tokens, time_s),
     }
+
+
+def _num_draws(cfg: SFTConfig, order: ExampleOrder, num_steps: int) -> int:
+    """The examples that the next steps draw; the last batch of max_epochs may be smaller than others."""
+    count = num_steps * cfg.batch_size
+    return count if cfg.max_epochs is None else min(count, cfg.max_epochs * order.num_examples - order.num_drawn)
 
 
 def save_if_due(session: Session) -> None:
@@ -417,7 +466,7 @@ def complete_checkpoint(run: RunDir, ckpt: CkptSection, step: int) -> None:
     rundir.prune_checkpoints(run, num_kept(ckpt), ckpt.keep_interval)
 
 
-def find_data_position(start: ResumePoint, cursor: dict[str, Any], examples: Examples, *, is_own: bool) -> int:
+def find_data_position(start: ResumePoint, cursor: dict[str, Any], examples: Examples | Pairs, *, is_own: bool) -> int:
     """The number of examples drawn at a checkpoint; 0 if it is another run's with other data.
 
     Raises: DataError when the data of this run has changed.
@@ -564,7 +613,7 @@ class ConsoleLog:
             100 * step // session.max_steps,
             *divmod(round(left_s), 60),
             until,
-            metrics["nll/mean"],
+            metrics["nll/mean"] if "nll/mean" in metrics else metrics["loss/mean"],
             val,
             metrics["optim/lr"],
             metrics["perf/throughput"],

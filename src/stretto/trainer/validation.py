@@ -14,25 +14,27 @@ from typing import Any
 from stretto.base.files import read_json
 from stretto.base.paths import RunDir
 from stretto.config.sections.sft import ValSection
-from stretto.records.sample import MicroBatch
 from stretto.trainer.learner import Learner
 from stretto.trainer.publish.export import export_model
 
 logger = logging.getLogger(__name__)
 
 ABOUT = "best.json"
+OF_PAIRS = {"val/rewards/accuracies": "rewards/accuracies", "val/rewards/margins": "rewards/margins"}
+"""Metrics beside the loss, and what `evaluate` calls them for pairs."""
 
 
 class Validation:
     """The validations of one run. All ranks call `measure`."""
 
     def __init__(
-        self, section: ValSection, batches: list[MicroBatch], learner: Learner, run: RunDir, tokenizer_dir: Path
+        self, section: ValSection, batches: list[Any], learner: Learner, run: RunDir, tokenizer_dir: Path
     ) -> None:
+        """batches: the rows, as `learner.evaluate` takes them."""
         self.section, self._batches, self._learner = section, batches, learner
         self._run, self._tokenizer_dir = run, tokenizer_dir
         self.losses: dict[int, float] = {}
-        """By step, in nats per trained token."""
+        """By step, in nats per trained token; of pairs, the mean of their losses."""
         self.stop_reason: str | None = None
         """Why the run ends now, if early_stop ends it."""
 
@@ -61,9 +63,11 @@ class Validation:
     def measure(self) -> dict[str, float]:
         """Measure the loss of the weights as they are, keep them if they are the best, and decide whether to go on."""
         start, mesh, step = time.perf_counter(), self._learner.mesh, self._learner.step
-        loss = self._learner.evaluate(mesh.local_items(self._batches))["nll"]
+        found = self._learner.evaluate(mesh.local_items(self._batches))
+        loss = found["nll"] if "nll" in found else found["loss"]
         self.losses[step] = mesh.broadcast(loss, float)  # ranks must decide the same
         metrics = {"val/loss": self.losses[step], "time/val": time.perf_counter() - start}
+        metrics |= {name: found[key] for name, key in OF_PAIRS.items() if key in found}
         if self.section.keep_best and self.best_step == step and step > 0:
             self._keep()
         if self.section.early_stop is not None:

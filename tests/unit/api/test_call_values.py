@@ -208,7 +208,10 @@ def test_the_columns_of_sft_are_found() -> None:
         "output_key": "answer",
     }
     assert values_of("sft", dataset=[{"messages": []}])["data"] == {"name": "{given}/rows.jsonl"}
-    with pytest.raises(ConfigError, match="sft reads `messages`, or `prompt` and `completion`"):
+    pairs = [{"question": "a", "chosen": "b", "rejected": "c"}]
+    found = {"name": "{given}/rows.jsonl", "type": "preference", "prompt_key": "question"}
+    assert values_of("sft", dataset=pairs)["data"] == found
+    with pytest.raises(ConfigError, match="sft reads `messages`, `prompt` and `completion`, or `chosen`"):
         stretto.sft(dataset=[{"text": "a"}])
 
 

@@ -21,6 +21,7 @@ OTHERS = (
     "harbor",
     "judge",
     "notebooks",
+    "preference",
     "repo_repair",
     "service",
     "smollm2",

@@ -43,10 +43,11 @@ from stretto.config.sections.trainer import (
 from stretto.config.sections.transport import FilesystemWeights, ShmWeights
 from stretto.models import attention
 from stretto.models.lora import Adapter
+from stretto.models.value_head import with_value_head
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
 from stretto.trainer.batch.metrics import StepSums
-from stretto.trainer.critic import Critic, with_value_head
+from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
 from stretto.trainer.optim import offload
 from stretto.trainer.parallel import memory

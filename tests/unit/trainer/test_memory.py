@@ -17,7 +17,8 @@ from stretto.models.attention import PackedLayout
 from stretto.models.hf import load_hf_model
 from stretto.models.hub import save_hf
 from stretto.models.moe import Routing
-from stretto.trainer.critic import Critic, with_value_head
+from stretto.models.value_head import with_value_head
+from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
 from stretto.trainer.optim.muon import find_matrices
 from stretto.trainer.parallel import memory

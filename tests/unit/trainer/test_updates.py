@@ -34,7 +34,8 @@ from stretto.config.sections.trainer import (
     TrainerSection,
 )
 from stretto.models import hub
-from stretto.trainer.critic import Critic, load_critic, with_value_head
+from stretto.models.value_head import with_value_head
+from stretto.trainer.critic import Critic, load_critic
 from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.publish.export import export_critic
 from stretto.trainer.ranks.mesh import Mesh
@@ -400,7 +401,7 @@ def test_a_language_model_becomes_a_critic_that_says_zero_and_a_classifier_is_re
     assert torch.equal(critic.model.norm.weight, build_policy(4).model.norm.weight)
     tensors = [*hub.export_tensors(build_policy(4)), ("score.weight", torch.zeros(3, critic.config.hidden_size))]
     hub.save_model_directory(torch.float32, tmp_path / "classifier", None, build_policy(4).config.hf, tensors)
-    with pytest.raises(ConfigError, match="has one label"):
+    with pytest.raises(ConfigError, match=r"trainer.critic.load = .*the model has one label"):
         load_critic(tmp_path / "classifier", dtype=torch.float32)
 
 

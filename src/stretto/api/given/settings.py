@@ -99,6 +99,15 @@ TRL = {
     "packing": "nothing: rows are always packed, and samples do not see each other",
 }
 """What to write for words of TRL's trainers."""
+TRL_PAIRS = {
+    "beta": 'loss={"type": "dpo", "beta": 0.1}',
+    "loss_type": 'loss={"type": "dpo", "loss_type": "ipo"}',
+    "label_smoothing": 'loss={"type": "dpo", "label_smoothing": 0.1}',
+    "ref_model": "nothing: the reference is the model that the run starts with",
+    "precompute_ref_log_probs": "nothing: they always are",
+    "center_rewards_coefficient": 'loss={"type": "reward", "center_rewards_coefficient": 0.01}',
+}
+"""Words of TRL's trainers on pairs, for `sft`."""
 START = ("clean", "resume", "dry_run", "print_config")
 """Keys of one start, which are flags."""
 
@@ -219,6 +228,8 @@ def _check_names(verb: str, names: Mapping[str, Any]) -> None:
 
 def _meant(verb: str, name: str, known: Collection[str], root: type[Section]) -> str:
     """What to write in the place of a keyword that is unknown."""
+    if verb == "sft" and name in TRL_PAIRS:
+        return f"write {TRL_PAIRS[name]}"
     if name in TRL:
         return f"write {TRL[name]}"
     if near := difflib.get_close_matches(name, known, n=1, cutoff=0.9):
@@ -385,12 +396,16 @@ def _sft_data(own: Tree, dataset: Any, held_out: Any, not_taken: Mapping[str, An
 
 def _conversation_keys(dataset: Any, key: str) -> Tree:
     columns = columns_of(dataset, key)
+    if {"chosen", "rejected"} <= set(columns):
+        named = first_of(PROMPTS, columns)
+        return {"type": "preference"} | ({} if named in (None, "prompt") else {"prompt_key": named})
     if "messages" in columns or {"prompt", "completion"} <= set(columns):
         return {}
     prompt, answer = first_of(PROMPTS, columns), first_of(LABELS, columns)
     if prompt is None or answer is None:
         raise ConfigError(
-            f"{key} has the columns {', '.join(columns)}; sft reads `messages`, or `prompt` and `completion`"
+            f"{key} has the columns {', '.join(columns)}; sft reads `messages`, `prompt` and "
+            "`completion`, or `chosen` and `rejected`"
         )
     return {"input_key": prompt, "output_key": answer}
 

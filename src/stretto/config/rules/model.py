@@ -8,6 +8,7 @@ from stretto.config.root import SFTConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, value_of
 from stretto.config.sections.model import ActivationCheckpointSection, ModelSection, ScratchSection, VisionSection
 from stretto.config.sections.run import RunKeys
+from stretto.config.sections.sft import DpoSection, RewardSection
 from stretto.config.sections.trainer import TrainerSection, num_steps
 from stretto.families.table import VISION_FAMILIES, traits_of
 
@@ -81,6 +82,41 @@ def sft_run(s: SFTConfig, at: At) -> Problems:
     hosts, nodes = at("deployment.hosts"), at("deployment.num_train_nodes")
     if hosts.held is not None and len(hosts.held) != s.num_nodes:
         yield Problem((hosts, nodes), f"{hosts.path}: {len(hosts.held)} are given, and {nodes}; make them agree")
+
+
+def pairs(s: SFTConfig, at: At) -> Problems:
+    """[loss] belongs to pairs, rows to validate on are of the same kind, and what a reward model cannot do."""
+    kind, loss, held_out = at("data.type"), at("loss"), at("val.data.type")
+    is_pairs = s.data.type == "preference"
+    if s.loss is not None and not is_pairs:
+        rule = f'{loss.path} is for pairs, and {kind}; give data.type = "preference", or leave it out'
+        yield Problem((loss, kind), rule)
+    if s.val is not None and (s.val.data.type == "preference") != is_pairs:
+        yield Problem((held_out, kind), f"{held_out} and {kind}: the loss of both must be the same; make them agree")
+    if not is_pairs:
+        return
+    if s.model.indexer_kl_coeff is not None:
+        index = at("model.indexer_kl_coeff")
+        yield Problem((index, kind), f"{index} has no meaning for pairs; leave it out")
+    smoothing, form = at("loss.label_smoothing"), at("loss.loss_type")
+    if isinstance(s.loss, DpoSection) and s.loss.label_smoothing and s.loss.loss_type not in ("sigmoid", "robust"):
+        rule = f'{smoothing} does nothing with {form}; use "sigmoid" or "robust", or leave it out'
+        yield Problem((smoothing, form), rule)
+    if not isinstance(s.loss, RewardSection):
+        return
+    named = at("loss.type")
+    for key, is_wrong, why in (
+        ("eval", s.eval is not None, "a reward model writes no text, so nothing can be played"),
+        ("model.impl", s.model.impl == "hf", "a reward model is one that stretto computes itself"),
+        (
+            "ckpt.weights.save_adapter_separately",
+            bool(value_of(s, "ckpt.weights.save_adapter_separately")),
+            "the head beside the adapter is trained too, so the adapter alone is no reward model",
+        ),
+        ("model.vlm", s.model.vlm is not None, "a reward model reads text"),
+    ):
+        if is_wrong:
+            yield Problem((at(key), named), f"{at(key).path} with {named}: {why}; leave it out")
 
 
 # -- a network from scratch --
@@ -228,7 +264,7 @@ def checkpointed_parts(ac: ActivationCheckpointSection, at: At) -> Problems:
 
 RULES: Rules = {
     TrainerSection: (schedule, optimizer),
-    SFTConfig: (schedule, optimizer, sft_run),
+    SFTConfig: (schedule, optimizer, sft_run, pairs),
     RunKeys: (scratch_length,),
     ScratchSection: (scratch_shape,),
     ModelSection: (expert_backend, frozen_base, whole_layers, vision, eight_bits),

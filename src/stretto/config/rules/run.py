@@ -15,7 +15,7 @@ from stretto.config.sections.distill import ModelLimits
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection, TrainingEvalSection
 from stretto.config.sections.run import BudgetSection
-from stretto.config.sections.sft import FileData, ValSection
+from stretto.config.sections.sft import SourceData, ValSection
 from stretto.config.sections.trainer import TrainerKeys
 from stretto.config.sections.transport import ControlSection
 
@@ -86,7 +86,7 @@ def heartbeats(s: ControlSection, at: At) -> Problems:
         yield Problem((dead_after, interval), rule)
 
 
-def data_sets(s: FileData, at: At) -> Problems:
+def data_sets(s: SourceData, at: At) -> Problems:
     """Lists about data sets have one item per data set."""
     names = [s.name] if isinstance(s.name, str) else s.name
     shares = None if isinstance(s.probabilities, str) else s.probabilities
@@ -233,7 +233,7 @@ RULES: Rules = {
     OrchestratorKeys: (launcher_variables,),
     InferenceSection: (launcher_variables,),
     RunRoot: (launcher_variables, nodes_per_fsdp_group, start_options),
-    FileData: (data_sets,),
+    SourceData: (data_sets,),
     ResumeSection: (resumed_checkpoint,),
     ControlSection: (heartbeats,),
     OrchestratorSection: (room_for_evals,),

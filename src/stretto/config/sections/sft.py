@@ -24,10 +24,9 @@ class LossMaskSection(Section):
     """Train on tool results."""
 
 
-class FileData(Section):
-    """Rows with `messages`, or `prompt` and `completion`, from .jsonl or parquet files or from the Hub."""
+class SourceData(Section):
+    """Files or data sets of the Hub, and how their rows are drawn."""
 
-    type: Literal["file"] = "file"
     name: str | list[str]
     """File, or directory whose .jsonl and .parquet files are read in order; `name@[a:b]` takes rows a to b - 1. Or a
     data set of the Hub, `ORG/NAME:CONFIG[SPLIT]`; without [SPLIT] it is `train`. Or a list of these. A message with
@@ -47,10 +46,6 @@ class FileData(Section):
     """Read a data set of the Hub without a copy on disk; the rows that are trained on are in memory in any case."""
     convert: str | None = None
     """`module:function` that converts each row before its keys are read."""
-    input_key: str | None = None
-    """Key of the conversation, or with `output_key` of the prompt; None: `messages`, or `prompt` and `completion`."""
-    output_key: str | None = None
-    """Key of the reply to the prompt; None: the conversation has it."""
     tool_key: str = "tools"
     """Key of the tools that the chat template shows, a list or its JSON text."""
 
@@ -69,6 +64,37 @@ class FileData(Section):
         ]
 
 
+class FileData(SourceData):
+    """Rows with `messages`, or `prompt` and `completion`, from .jsonl or parquet files or from the Hub."""
+
+    type: Literal["file"] = "file"
+    input_key: str | None = None
+    """Key of the conversation, or with `output_key` of the prompt; None: `messages`, or `prompt` and `completion`."""
+    output_key: str | None = None
+    """Key of the reply to the prompt; None: the conversation has it."""
+
+
+class PreferenceData(SourceData):
+    """Rows with `chosen` and `rejected`: two replies to one prompt, of which the first is the better one.
+
+    What is learned from them is [loss].
+    """
+
+    type: Literal["preference"] = "preference"
+    prompt_key: str = "prompt"
+    """Key of the prompt, messages or text. In rows without it the two replies are whole conversations, and what they
+    begin with alike is the prompt."""
+    chosen_key: str = "chosen"
+    """Key of the better reply."""
+    rejected_key: str = "rejected"
+    """Key of the other one."""
+    margin_key: str = "margin"
+    """Key of the number by which the better reply is better, which the loss `reward` reads; rows may lack it."""
+    text: Literal["chat", "raw"] = "chat"
+    """Rows of text without roles. `chat`: the prompt is a user's message, a reply the model's, and the chat template
+    shows both. `raw`: the text is all that the model sees, and the end token follows it, as in TRL."""
+
+
 class EnvData(Section):
     """Rows written by an environment's own solution."""
 
@@ -81,7 +107,39 @@ class EnvData(Section):
     """Rows to make."""
 
 
-Data = Annotated[FileData | EnvData, Field(discriminator="type")]
+Data = Annotated[FileData | EnvData | PreferenceData, Field(discriminator="type")]
+
+
+class DpoSection(Section):
+    """Direct preference optimization: the log-probability of the better reply rises against that of the other, both
+    measured from the weights that the run starts with."""
+
+    type: Literal["dpo"] = "dpo"
+    beta: float = Field(0.1, gt=0)
+    """How closely the policy stays to the start: a reply's reward is beta x (log-probability - that at the start), in
+    nats. For `ipo` it is the paper's tau."""
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
+    """`sigmoid`: that of DPO. `hinge`: that of SLiC, 0 from a margin of 1 on. `ipo`: a squared distance to a margin of
+    1 / (2 beta) nats per token, which does not grow without bound. `robust`: unbiased if a share `label_smoothing` of
+    the pairs is the wrong way round."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of pairs that are taken to be the wrong way round, for `sigmoid` and `robust`."""
+    nll_coef: float | None = Field(None, gt=0)
+    """Weight of the better reply's negative log-likelihood, the mean over its tokens, beside the loss. Without it the
+    log-probability of both replies may fall, and what the policy samples becomes worse; None: without."""
+    reference_free: bool = False
+    """Measure log-probabilities from 0 and not from those of the start."""
+
+
+class RewardSection(Section):
+    """A reward model by Bradley and Terry: one number for a conversation, higher for the better of two."""
+
+    type: Literal["reward"] = "reward"
+    center_rewards_coefficient: float | None = Field(None, gt=0)
+    """Weight of the squared sum of a pair's two rewards, which keeps them around 0 (0.01 is usual); None: without."""
+
+
+PairLoss = Annotated[DpoSection | RewardSection, Field(discriminator="type")]
 
 
 class OnlineEvalSection(EvalSection):

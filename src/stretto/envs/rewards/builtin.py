@@ -9,6 +9,8 @@
     remote_rm   the answer of the server at `args.rm_url`
     random      0 or 1
 
+`models.NAME` is the score of the reward model [models.NAME] for prompt and reply, any number.
+
 With `boxed_` before a name the content of the reply's last box is taken as the reply. `metadata["rm_type"]` of a record
 has precedence over the name in the environment's arguments, and the function `sample.custom_rm_path` over both.
 """
@@ -30,6 +32,8 @@ from stretto.vime.engine import post
 from stretto.vime.reward_types import BOXED, RM_TYPES, is_rm_type
 from stretto.vime.sample import Sample
 
+MODELS = "models."
+"""Before the name of a reward model of the run."""
 READ_BOX = ("math", "deepscaler")
 """Rewards that read the last box of a reply themselves."""
 
@@ -69,6 +73,26 @@ async def async_rm(args: Any, sample: Sample, *, verifier: MathVerifier | None =
             return 0.0
         reply = found
     return await _compare(reply, label, verifier or _verifier())
+
+
+def scored_by(reward: str) -> str | None:
+    """The name in `models.NAME`, the reward that [models.NAME] gives; None for another reward."""
+    return reward.removeprefix(MODELS) if reward.startswith(MODELS) else None
+
+
+async def model_score(args: Any, name: str, sample: Sample) -> float:
+    """The score of a reward model of the run for a sample's conversation.
+
+    Raises: EnvError if the prompt is text, which has no messages; what `score` of the model raises.
+    """
+    messages = sample.metadata.get("messages") or sample.prompt
+    if not isinstance(messages, list):
+        raise EnvError(
+            f"reward {MODELS}{name} scores messages, and the prompt is text; leave apply_chat_template = false out, or "
+            f"give a function that asks args.model({name!r}).score"
+        )
+    reply = {"role": "assistant", "content": sample.response}
+    return float(await args.model(name).score([*messages, reply], sample.metadata.get("tools")))
 
 
 async def unlabelled(args: Any, sample: Sample) -> float:

@@ -6,10 +6,11 @@ import asyncio
 import copy
 import difflib
 from collections.abc import Mapping
+from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.data.values import checked_number
-from stretto.envs.rewards.builtin import async_rm
+from stretto.envs.rewards.builtin import async_rm, model_score, scored_by
 from stretto.envs.rewards.math_reward import MathVerifier
 from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook
@@ -29,7 +30,7 @@ class WeightedRewards:
         """
         self._weights, self._args = dict(weights), args
         self._verifier = MathVerifier()
-        functions = [name for name in weights if name != "exact" and not is_rm_type(name)]
+        functions = [name for name in weights if name != "exact" and not is_rm_type(name) and scored_by(name) is None]
         for name in functions:
             check_name(name, SETTING)
         self._functions = {name: Hook.load(name, SETTING, 2) for name in functions}
@@ -51,7 +52,9 @@ class WeightedRewards:
         where = f"{SETTING}, {name}"
         if name == "exact":
             return float(sample.response.strip() == str(sample.label).strip())
-        if (function := self._functions.get(name)) is not None:
+        if (model := scored_by(name)) is not None:
+            value: Any = await model_score(self._args, model, sample)
+        elif (function := self._functions.get(name)) is not None:
             value = await function.call(self._args, sample)
             where = function.place
         else:

@@ -338,10 +338,16 @@ class RemoteModel(ChatModel):
         self.name = name
 
     async def chat(self, messages: Sequence[Message], tools: list[dict] | None = None, **options: Any) -> ModelReply:
+        return await self._ask(messages=list(messages), tools=tools, options=options)
+
+    async def score(self, messages: Sequence[Message], tools: list[dict] | None = None) -> float:
+        return float((await self._ask(messages=list(messages), tools=tools, options={}, is_scored=True)).text)
+
+    async def _ask(self, **request: Any) -> ModelReply:
         call = _call.get()
         if self.worker is None or call is None:
             raise EnvError(f"models.{self.name}: asked outside of an episode; ask it in prompt, score or rollout")
-        return await self.worker.request_model(call, self.name, messages=list(messages), tools=tools, options=options)
+        return await self.worker.request_model(call, self.name, **request)
 
 
 class Watchdog:

@@ -21,7 +21,7 @@ from typing import Any
 from stretto.base import process
 from stretto.base.errors import EnvError, StrettoError
 from stretto.envs.base import RolloutContext
-from stretto.envs.models import ChatModel, model_of
+from stretto.envs.models import ChatModel, ModelReply, model_of
 from stretto.envs.workers.wire import (
     HEARTBEAT_S,
     CallResult,
@@ -182,7 +182,11 @@ async def play_turn(ctx: RolloutContext, request: TurnRequest) -> TurnReply:
 async def ask_model(models: Mapping[str, ChatModel], request: ModelRequest) -> ModelAnswer:
     """Ask the model that a worker names."""
     model = model_of(models, request.model, EnvError)
-    reply = await model.chat(request.messages, request.tools, **request.options)
+    if request.is_scored:
+        score = await model.score(request.messages, request.tools)
+        reply = ModelReply(text=repr(score), message={}, finish_reason="stop")
+    else:
+        reply = await model.chat(request.messages, request.tools, **request.options)
     return ModelAnswer(turn=request.turn, reply=reply)
 
 

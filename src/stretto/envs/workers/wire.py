@@ -167,6 +167,7 @@ class ModelRequest(_Message, frozen=True):
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     options: dict[str, Any]
+    is_scored: bool = False  # for its score; the text of the answer is the number
 
 
 class CallResult(_Message, frozen=True):

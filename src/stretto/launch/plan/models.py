@@ -12,6 +12,7 @@ from stretto.base.ports import PortClaims
 from stretto.check.models import needs_vllm
 from stretto.config.root import FrozenModelSection, RLConfig
 from stretto.config.sections.distill import MODEL_KEY_VAR, TEACHER_KEY_VAR, FrozenModelPlace
+from stretto.data.model_file import has_own_family, is_classifier
 from stretto.launch.plan.placement import client_url, free_port, gpu_names, replaced
 
 MODEL_PORT = 8060  # of the first model's engine if none is given: the first free port from here
@@ -126,7 +127,29 @@ def with_chosen_engines(cfg: RLConfig) -> RLConfig:
         if section is not None and needs_vllm(section, section.model or cfg.model.name):
             cfg = replaced(cfg, f"{key}.engine", "vllm")
     for name, section in cfg.models.items():
-        if section.base_url is None and section.model and needs_vllm(section, section.model):
-            models = dict(cfg.models) | {name: section.model_copy(update={"engine": "vllm"})}
-            cfg = replaced(cfg, "models", models)
+        if section.base_url is not None or not section.model:
+            continue
+        if is_classifier(section.model):
+            engine = _check_reward_model(name, section)
+        elif needs_vllm(section, section.model):
+            engine = "vllm"
+        else:
+            continue
+        cfg = replaced(cfg, "models", dict(cfg.models) | {name: section.model_copy(update={"engine": engine})})
     return cfg
+
+
+def _check_reward_model(name: str, section: FrozenModelSection) -> str:
+    """The engine of a reward model.
+
+    Raises: ConfigError for one that stretto does not start.
+    """
+    key = f"models.{name}"
+    own = f"start `vllm serve {section.model}` yourself and give its address as {key}.base_url"
+    if section.engine == "vllm":
+        raise ConfigError(f'{key}.engine = "vllm" does not start a reward model; leave the key out, or {own}')
+    if section.model and not has_own_family(section.model):
+        raise ConfigError(f"{key}.model: a reward model of a family that stretto does not compute itself; {own}")
+    if section.num_gpus > 1 or section.deployment.num_engines > 1:
+        raise ConfigError(f"{key}: a reward model is one process, on one GPU or none; leave out what makes several")
+    return "embedded"

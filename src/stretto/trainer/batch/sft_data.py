@@ -12,7 +12,7 @@ import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from stretto.base.errors import ConfigError, DataError, EnvError, StrettoError
 from stretto.base.foreign import guarded
 from stretto.chat.backend import Message
 from stretto.chat.render import Renderer, SftRendering
-from stretto.config.sections.sft import Data, EnvData, FileData, LossMaskSection
+from stretto.config.sections.sft import Data, EnvData, FileData, LossMaskSection, PreferenceData
 from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools
 from stretto.data.records import read_records
@@ -30,6 +30,8 @@ from stretto.records.row_packing import pack_rows
 from stretto.records.sample import MicroBatch, images_by_document
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INPUT_NAMES = ("prompt", "question", "instruction", "input", "query", "problem")
 OUTPUT_NAMES = ("completion", "response", "answer", "output", "solution")
@@ -117,8 +119,8 @@ def load_examples(
 
 
 def mix(
-    parts: Sequence[tuple[Example, ...]], shares: Sequence[float] | Literal["equal"] | None, strategy: str
-) -> tuple[Example, ...]:
+    parts: Sequence[tuple[T, ...]], shares: Sequence[float] | Literal["equal"] | None, strategy: str
+) -> tuple[T, ...]:
     """The examples of an epoch from several data sets; those of small data sets may be repeated.
 
     shares: the share of each data set in an epoch; None: every example once.
@@ -192,6 +194,8 @@ def read_sources(data: Data, seed: int) -> list[Iterator[Row]]:
             return [_rows_of(data, source) for source in data.sources]
         case EnvData():
             return [_rows_of_environment(data, seed)]
+        case PreferenceData():
+            raise AssertionError("pairs are read by batch/pairs.py")
 
 
 def _rows_of(data: FileData, source: str) -> Iterator[Row]:
@@ -291,6 +295,11 @@ class ExampleOrder:
             drawn.append(int(self._permutation(epoch)[position]) if self._is_shuffled else position)
         self.num_drawn += count
         return drawn
+
+    def upcoming(self, count: int) -> set[int]:
+        """Indices of the next examples, without drawing them."""
+        seen = ExampleOrder(self.num_examples, self.seed, self.num_drawn, is_shuffled=self._is_shuffled)
+        return set(seen.draw(min(count, 2 * self.num_examples)))  # two epochs have every example at any position
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if self._shuffled is None or self._shuffled[0] != epoch:

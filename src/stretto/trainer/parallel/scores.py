@@ -72,9 +72,11 @@ def compute_logprobs(
     return tokens.gather(logprobs), tokens.gather(entropy)
 
 
-def compute_values(critic: Decoder, inputs: PassInputs, mesh: Mesh, model: ModelSection) -> Float[Tensor, " trained"]:
-    """The critic's value before every trained token."""
-    hidden, tokens = _hidden_states(critic, inputs, mesh, model, None)
+def compute_values(
+    critic: Decoder, inputs: PassInputs, mesh: Mesh, model: ModelSection, *, routing: Routing | None = None
+) -> Float[Tensor, " trained"]:
+    """The critic's value, or a reward model's score, before every trained token."""
+    hidden, tokens = _hidden_states(critic, inputs, mesh, model, routing)
     return tokens.gather(head_logits(hidden, critic.output_weight).squeeze(1))
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -19,8 +18,10 @@ from stretto.base.paths import RunDir
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import CkptSection, num_exports_kept
 from stretto.models import hub
+from stretto.models.decoder import Decoder
 from stretto.models.lora import save_adapter
-from stretto.trainer.critic import HEAD_NAME, SCORE_NAME, Critic
+from stretto.models.value_head import HEAD_NAME, SCORE_NAME, classification_config, has_value_head
+from stretto.trainer.critic import Critic
 from stretto.trainer.optim.build import TrainedWeights
 from stretto.trainer.parallel.shard import ShardedWeights
 from stretto.trainer.parallel.weights import gather_peft_adapter, save_weights
@@ -42,7 +43,7 @@ def export_weights(
     """
     start, target = time.perf_counter(), run.weights_step(step)
     with new_directory(target, weights.mesh) as directory:
-        _write(weights, directory, tokenizer_dir, weights.policy.config.hf)
+        _write(weights, directory, tokenizer_dir)
         if adapted is not None:
             assert adapted.lora is not None
             adapter = gather_peft_adapter(weights)
@@ -60,7 +61,7 @@ def export_critic(critic: Critic, target: Path, tokenizer_dir: Path) -> None:
     """Write the critic as a classification model with one label; all ranks must call it."""
     start, weights = time.perf_counter(), critic.network.weights
     with new_directory(target, weights.mesh) as directory:
-        _write(weights, directory, tokenizer_dir, critic.hf_config(), {HEAD_NAME: SCORE_NAME})
+        _write(weights, directory, tokenizer_dir)
     if weights.mesh.is_lead:
         logger.info("exported the critic to %s in %.2fs", target, time.perf_counter() - start)
 
@@ -68,7 +69,7 @@ def export_critic(critic: Critic, target: Path, tokenizer_dir: Path) -> None:
 def export_model(weights: TrainedWeights, target: Path, tokenizer_dir: Path) -> None:
     """Write the policy as a model directory; all ranks must call it."""
     with new_directory(target, weights.mesh) as directory:
-        _write(weights, directory, tokenizer_dir, weights.policy.config.hf)
+        _write(weights, directory, tokenizer_dir)
 
 
 def prune_exports(directory: Path, ckpt: CkptSection, step: int, mesh: Mesh) -> None:
@@ -95,15 +96,13 @@ def new_directory(target: Path, mesh: Mesh) -> Iterator[Path]:
         put_in_place(directory, target, is_durable=True)
 
 
-def _write(
-    weights: TrainedWeights,
-    directory: Path,
-    tokenizer_dir: Path,
-    config: dict[str, Any],
-    names: dict[str, str] | None = None,
-) -> None:
-    """Write a model directory; names: the new names of renamed tensors."""
-    names, tensors = names or {}, None
+def _write(weights: TrainedWeights, directory: Path, tokenizer_dir: Path) -> None:
+    """Write a model directory: of a language model, or of a classifier with one label."""
+    names: dict[str, str] = {}
+    config, tensors = weights.policy.config.hf, None
+    if has_value_head(module := weights.policy):
+        assert isinstance(module, Decoder)
+        names, config = {HEAD_NAME: SCORE_NAME}, classification_config(module)
     if isinstance(weights, ShardedWeights):
         save_weights(weights, directory, names)
     else:

@@ -79,7 +79,7 @@ def test_a_server_that_counts_no_tokens_cannot_have_a_price():
     spending = Spending("judge", ModelLimits(**PRICES))
 
     async def ask(client):
-        client._parsed = lambda data: type(client)._parsed(client, data.replace(b'"usage"', b'"use"'))
+        client._parsed = lambda data, kind: type(client)._parsed(client, data.replace(b'"usage"', b'"use"'), kind)
         await client.chat(ASK)
 
     with pytest.raises(ConfigError, match=r"models.judge.*usage"):

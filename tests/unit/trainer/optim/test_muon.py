@@ -9,7 +9,7 @@ from torch import nn
 
 from stretto.config.sections.trainer import AdamWOptim, MuonOptim
 from stretto.models.moe import Experts
-from stretto.trainer.critic import with_value_head
+from stretto.models.value_head import with_value_head
 from stretto.trainer.optim.build import MasterWeights, build_optimizer
 from stretto.trainer.optim.muon import find_matrices, muon_step, orthogonalise
 from stretto.trainer.optim.sign_sgd import SignSgd

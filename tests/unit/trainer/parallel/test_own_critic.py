@@ -15,8 +15,9 @@ from stretto.config.root import TrainerConfig
 from stretto.config.sections.algorithm import GaeAdvantages, PpoLoss
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim, CkptSection, CriticPlacement, CriticSection
+from stretto.models.value_head import with_value_head
 from stretto.trainer import critic_wire
-from stretto.trainer.critic import Critic, with_value_head
+from stretto.trainer.critic import Critic
 from stretto.trainer.critic_ranks import CriticProcess
 from stretto.trainer.critic_wire import RemoteCritic, Roles, open_wire
 from stretto.trainer.ranks.mesh import Mesh
