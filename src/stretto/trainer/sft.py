@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from stretto.base import log, rundir
-from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import read_json, write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.runtime import freeze_objects
@@ -48,7 +47,7 @@ from stretto.models.hf import Policy
 from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
 from stretto.monitors.base import Monitors, build_monitors
-from stretto.monitors.purse import Purse, Used, used_by_metrics
+from stretto.monitors.purse import Purse, Used
 from stretto.monitors.steps import Throughput
 from stretto.trainer.batch.pairs import Pairs, find_padding, load_pairs, pack_pairs, tokens_per_reply
 from stretto.trainer.batch.sft_data import ExampleOrder, Examples, load_examples, pack
@@ -67,12 +66,12 @@ from stretto.trainer.ranks.mesh import (
     training_device,
 )
 from stretto.trainer.state import checkpoint
+from stretto.trainer.state.position import ROLE, ResumePoint, find_data_position, read_position, used_before
 from stretto.trainer.validation import Validation
 
 SCRATCH_POSITIONS = "model.scratch.max_position_embeddings"
 logger = logging.getLogger(__name__)
 
-ROLE = "sft"
 CONSOLE_INTERVAL_S = 0.5  # steps of a tiny model take milliseconds: more lines would not be readable
 GROUP_TIMEOUT_S = 1800.0  # the longest that ranks wait for each other
 MANY_EPOCHS = 30  # with more epochs rows are memorized
@@ -105,8 +104,6 @@ def main(cfg: SFTConfig) -> int:
         return 0
 
 
-ResumePoint = tuple[RunDir, int]
-"""The run and the step whose checkpoint a run resumes from."""
 Packer = Callable[[Sequence[int]], list[Any]]
 """Indices of rows -> the micro batches that hold them, as the run's learner takes them."""
 
@@ -464,45 +461,6 @@ def complete_checkpoint(run: RunDir, ckpt: CkptSection, step: int) -> None:
     marker = {"step": step, "time": time.time()}
     write_atomic(run.complete_marker(step), json.dumps(marker).encode(), is_durable=True)
     rundir.prune_checkpoints(run, num_kept(ckpt), ckpt.keep_interval)
-
-
-def find_data_position(start: ResumePoint, cursor: dict[str, Any], examples: Examples | Pairs, *, is_own: bool) -> int:
-    """The number of examples drawn at a checkpoint; 0 if it is another run's with other data.
-
-    Raises: DataError when the data of this run has changed.
-    """
-    if cursor["data"] == examples.fingerprint():
-        return cursor["num_drawn"]
-    where = start[0].checkpoint(start[1])
-    if is_own:
-        raise DataError(
-            f"{where}: was trained on other data than [data] gives now, so it cannot be continued exactly; "
-            "restore the data, or start a new run from this checkpoint with --resume.dir."
-        )
-    logger.info("%s was trained on other data; [data] is read from its first example", where)
-    return 0
-
-
-def used_before(run: RunDir, start: ResumePoint | None) -> Used:
-    """What earlier starts of a run have used, by its checkpoint, and by its metrics also after that."""
-    if start is None or start[0] != run:
-        return Used()
-    saved = Used.of(read_position(start).get("used", {}))
-    return max(saved, used_by_metrics(run.metrics(ROLE)), key=lambda used: used.seconds)
-
-
-def read_position(start: ResumePoint) -> dict[str, Any]:
-    """The position in the data that is part of a checkpoint of `sft`.
-
-    Raises: ConfigError for a checkpoint of `rl`.
-    """
-    cursor = checkpoint.read_cursor(*start)
-    if "data" not in cursor:
-        raise ConfigError(
-            f"resume.dir: {start[0].checkpoint(start[1])} is of an `rl` run, whose optimizer has the state of another "
-            f'loss; start from its weights instead, model.name = "{start[0].weights_step(start[1])}"'
-        )
-    return cursor
 
 
 def export(session: Session) -> None:
