@@ -162,7 +162,9 @@ def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_scree
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # some name files of theirs
-    verb = {"warm_up": "sft"}.get(path.stem, path.stem if path.stem in ("sft", "serve") else "rl")
+    verb = dict.fromkeys(("warm_up", "dpo", "reward"), "sft").get(
+        path.stem, path.stem if path.stem in ("sft", "serve") else "rl"
+    )
     skip_without_verb(verb)
     for name, keys in USED.items():
         if not is_here(name) and any(key in path.read_text() for key in keys):
@@ -177,8 +179,8 @@ def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_scree
     assert cli.main([verb, *words, "--print-config"]) == 0
     (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
     assert dump(load(ROOTS[verb], ["@", "printed.toml"])) == dump(load(ROOTS[verb], words))
-    if verb == "serve" or path.stem == "warm_up":
-        return  # its model is one that `sft` has made, its tasks those of make_tasks.py
+    if verb == "serve" or path.stem == "warm_up" or (path.parent.name == "preference" and path.stem != "play"):
+        return  # its model is one that `sft` has made, its tasks those of make_tasks.py, its pairs those of a run
     assert cli.main([verb, *words, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= 130, "\n".join(lines)
@@ -362,7 +364,7 @@ def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description
 
 def test_every_key_that_another_name_points_at_exists() -> None:
     known = {path for root in ROOTS.values() for path, _, _ in all_paths(root)}
-    of_dataset = ("path", "eval_path", "reward", "rewards", "shuffle")
+    of_dataset = ("path", "eval_path", "reward", "rewards", "generate", "shuffle")
     known |= {f"orchestrator.env.0.args.{name}" for name in of_dataset}
     assert {path for paths in SYNONYMS.values() for path in paths} <= known
 

@@ -8,7 +8,6 @@ validated later (draft.py).
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,6 +227,8 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
 
 def _help_hint(name: str) -> str:
     """Where to find a flag that is like none."""
+    import difflib
+
     if difflib.get_close_matches(name, ("help",), n=1):
         return "did you mean --help?"
     return "`--help WORD` searches names and meanings, `--help all` lists them"

@@ -15,7 +15,7 @@ from stretto.trainer.state import checkpoint
 logger = logging.getLogger(__name__)
 
 ROLE = "sft"
-"""Of its metrics and logs."""
+"""The name of its process in metrics and logs."""
 ResumePoint = tuple[RunDir, int]
 """The run and the step whose checkpoint a run resumes from."""
 
