@@ -79,19 +79,26 @@ def replay(words: Sequence[str]) -> int:
 
 def _play(command: Sequence[str], run: RunDir, last: int | None) -> int:
     """Run `rl` to its end, or stop it in order once step `last` is trained; its exit status, 0 if it was stopped."""
+    started_at = time.time()
     process = subprocess.Popen(command)
     is_stopped = False
     while process.poll() is None:
         try:
             if last is None:
                 process.wait()
-            elif not is_stopped and any(row["step"] >= last for row in read_metrics(run.metrics("trainer"))):
+            elif not is_stopped and _has_trained(run, last, started_at):
                 process.send_signal(signal.SIGINT)
                 is_stopped = True
             time.sleep(POLL_S)
         except KeyboardInterrupt:  # it has got the signal, too, and stops in order
             last = None
     return 0 if is_stopped and process.returncode == 128 + signal.SIGINT else process.returncode
+
+
+def _has_trained(run: RunDir, step: int, since: float) -> bool:
+    """Whether a step is trained, by metrics that are not those of an earlier replay, which `rl` is about to delete."""
+    path = run.metrics("trainer")
+    return path.exists() and path.stat().st_mtime >= since and any(row["step"] >= step for row in read_metrics(path))
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
