@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import hashlib
 import json
 import shutil
 import sqlite3
 import tarfile
 import tempfile
+import zlib
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,11 +22,15 @@ from stretto.base.paths import RunDir
 from stretto.config.masks import is_secret
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
+from stretto.records.rollout import Group
 from stretto.vime import RolloutFnTrainOutput
 
 REPLAYED = "replayed"
 FUNCTION = "stretto_review.recorded:batch_of_step"
 SUFFIX = ".bundle"
+READ_BYTES = 1 << 20
+UNPACKED = "bundle.sha256"
+"""File of an unpacked bundle: which bundle it was."""
 LEFT_OUT = {
     "": ("teacher_inference", "deployment", "slurm", "ray", "service", "clean", "resume"),
     "orchestrator": (
@@ -42,14 +50,20 @@ PRUNED = (
 )
 
 
-def batch_of_step(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+async def batch_of_step(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
     """The groups that step `rollout_id + 1` of the run `args.replayed` was trained on, as they were recorded.
 
-    Raises: DataError if their tokens are no longer kept.
+    After the last recorded step it waits, until the run is stopped. Raises: DataError if tokens are no longer kept.
     """
-    with LedgerReader(Run(args.replayed).dir) as ledger:
-        groups: list[Any] = [ledger.group(number) for number in groups_at(ledger, rollout_id + 1)]
+    groups: list[Any] = await asyncio.to_thread(_groups_of, Run(args.replayed).dir, rollout_id + 1)
+    if not groups:
+        await asyncio.Event().wait()
     return RolloutFnTrainOutput(samples=groups)
+
+
+def _groups_of(run: RunDir, step: int) -> list[Group]:
+    with LedgerReader(run) as ledger:
+        return [ledger.group(number) for number in groups_at(ledger, step)]
 
 
 def without_ports(config: dict[str, Any]) -> dict[str, Any]:
@@ -164,17 +178,29 @@ def _copy_ledger(here: RunDir, part: RunDir, step: int) -> list[int]:
 
 
 def unpack(path: Path) -> Path:
-    """Unpack a bundle beside it; the directory. Raises: ConfigError if it is none, or is unpacked already."""
+    """Unpack a bundle beside it, once; the directory.
+
+    Raises: ConfigError if it is none, or if another run, or another bundle of that name, is there.
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     try:
-        with tarfile.open(path) as archive:
+        with tarfile.open(path, "r:gz") as archive, tempfile.TemporaryDirectory(dir=path.absolute().parent) as scratch:
             names = {name.split("/")[0] for name in archive.getnames()}
-            if len(names) != 1:
-                raise tarfile.TarError("it has more than one directory")
-            directory = path.absolute().parent / names.pop()
+            if len(names) != 1 or names & {"", ".", ".."}:
+                raise tarfile.TarError("it does not consist of one directory")
+            directory = path.absolute().parent / (name := names.pop())
             if not directory.exists():
-                archive.extractall(directory.parent, filter="data")
-    except (tarfile.TarError, EOFError) as error:
+                archive.extractall(scratch, filter="data")
+                while archive.fileobj is not None and archive.fileobj.read(READ_BYTES):
+                    pass  # to its end, where the checksum is
+                part = Path(scratch) / name
+                (part / UNPACKED).write_text(digest)
+                part.rename(directory)
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, NotADirectoryError) as error:
         raise ConfigError(
             f"{path}: this is no bundle that `stretto replay RUN --bundle N` has written: {error}"
         ) from None
+    if not (mark := directory / UNPACKED).is_file() or mark.read_text() != digest:
+        raise ConfigError(f"{path}: {directory} is there already, and is not from this file; move one of them away")
     return directory

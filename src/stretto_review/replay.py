@@ -46,12 +46,16 @@ def replay(words: Sequence[str]) -> int:
     is_whole = bool(first.run.config.get("deterministic")) and not is_bundle and not args.training
     name = args.name or f"{here.path.name}-replay"
     again = RunDir(here.path.absolute().parent / name)
+    if args.name is not None and again.path.exists():
+        raise ConfigError(f"--name {name}: {again} is there already and would be deleted; take another")
     newest = max(first.batches)
     last = newest if args.steps is None else min(newest, (start or 0) + args.steps)
     data = without_ports(json.loads(here.config("run").read_text()))
     had_budget = data.pop("budget", None) is not None  # it ends where the recorded run did
     if not is_whole:
-        data = as_training(data, here.path.absolute()) | {"max_steps": last}
+        data = as_training(data, here.path.absolute())
+        if data.get("max_steps") is None:
+            data["max_steps"] = last
     config = here.path / "exports" / "replay.json"
     config.parent.mkdir(exist_ok=True)
     write_json(config, data)
@@ -59,7 +63,9 @@ def replay(words: Sequence[str]) -> int:
     command += ["--output-dir", str(again.path.parent), "--run.name", name, *rest]
     if start is not None:
         command += ["--resume.dir", str(here), "--resume.step", str(start)]
-    if (code := _play(command, again, last if is_whole and (had_budget or args.steps is not None) else None)) != 0:
+    # Shorter than it was to be, it is stopped: a schedule of the learning rate goes by max_steps.
+    is_shorter = (had_budget or args.steps is not None) if is_whole else last < data["max_steps"]
+    if (code := _play(command, again, last if is_shorter else None)) != 0:
         return code
     other = Side(str(again))
     steps = [step for step in sorted(first.batches.keys() & other.batches.keys()) if step <= last]
@@ -73,19 +79,26 @@ def replay(words: Sequence[str]) -> int:
 
 def _play(command: Sequence[str], run: RunDir, last: int | None) -> int:
     """Run `rl` to its end, or stop it in order once step `last` is trained; its exit status, 0 if it was stopped."""
+    started_at = time.time()
     process = subprocess.Popen(command)
     is_stopped = False
     while process.poll() is None:
         try:
             if last is None:
                 process.wait()
-            elif not is_stopped and any(row["step"] >= last for row in read_metrics(run.metrics("trainer"))):
+            elif not is_stopped and _has_trained(run, last, started_at):
                 process.send_signal(signal.SIGINT)
                 is_stopped = True
             time.sleep(POLL_S)
         except KeyboardInterrupt:  # it has got the signal, too, and stops in order
             last = None
     return 0 if is_stopped and process.returncode == 128 + signal.SIGINT else process.returncode
+
+
+def _has_trained(run: RunDir, step: int, since: float) -> bool:
+    """Whether a step is trained, by metrics that are not those of an earlier replay, which `rl` is about to delete."""
+    path = run.metrics("trainer")
+    return path.exists() and path.stat().st_mtime >= since and any(row["step"] >= step for row in read_metrics(path))
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

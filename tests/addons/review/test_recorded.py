@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ def checkpointed(run: Path, step: int) -> Path:
 
 
 def test_the_batch_of_a_step_is_what_it_was_trained_on(run: Path) -> None:
-    groups = batch_of_step(Arguments(replayed=str(run)), STEP - 1, None).samples
+    groups = asyncio.run(batch_of_step(Arguments(replayed=str(run)), STEP - 1, None)).samples
     assert [group.group_id for group in groups] == sorted(ORDER[4:8])
     with LedgerReader(RunDir(run)) as ledger:
         for group in groups:
@@ -53,7 +55,7 @@ def test_a_bundle_has_one_step_and_no_secret(run: Path, tmp_path: Path) -> None:
     with LedgerReader(RunDir(directory)) as ledger:
         assert [row["step"] for row in ledger.batches()] == [STEP]
         assert len(ledger.rows("SELECT * FROM rollouts")) == 32
-    groups = batch_of_step(Arguments(replayed=str(directory)), STEP - 1, None).samples
+    groups = asyncio.run(batch_of_step(Arguments(replayed=str(directory)), STEP - 1, None)).samples
     assert [group.group_id for group in groups] == sorted(ORDER[4:8])
     files = [file for file in directory.rglob("*") if file.is_file()]
     assert not any(b"s3cret" in file.read_bytes() for file in files)
@@ -68,6 +70,15 @@ def test_steps_without_a_checkpoint_or_a_batch_are_refused(run: Path, capsys: py
         write_bundle(Run(run), 9, None)
     assert replay([str(run), "--bundle", "1"]) == 0
     assert (run / "exports" / "step_1.bundle").is_file() and "step_1.bundle" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["one", "other"])
+def test_a_name_that_is_taken_deletes_no_run(run: Path, name: str) -> None:
+    (run.parent / "other").mkdir(exist_ok=True)
+    (run.parent / name / "kept").write_text("")
+    with pytest.raises(ConfigError, match=f"--name {name}: .* is there already and would be deleted"):
+        replay([str(run), "--name", name])
+    assert (run.parent / name / "kept").exists()
 
 
 def test_tokens_that_are_no_longer_kept_are_told(run: Path) -> None:
@@ -98,3 +109,31 @@ def test_batches_of_no_fixed_size_are_refused(tmp_path: Path, change: dict[str, 
     assert as_training({"orchestrator": section}, tmp_path)["orchestrator"]["debug"] == "training"
     with pytest.raises(ConfigError, match="no fixed number of groups"):
         as_training({"orchestrator": section | change}, tmp_path)
+
+
+def test_a_bundle_is_unpacked_once_and_not_taken_for_another(run: Path, tmp_path: Path) -> None:
+    path = write_bundle(Run(checkpointed(run, STEP - 1)), STEP, tmp_path / "there" / "a.bundle")
+    directory = unpack(path)
+    assert unpack(path) == directory
+    shutil.rmtree(directory)
+    content = path.read_bytes()
+    for damaged in (content[: len(content) // 2], content[:-8] + b"\0" * 8, b"x".join([content[:900], content[901:]])):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="no bundle"):
+            unpack(path)
+        assert not directory.exists(), "no half of it is left"
+    directory.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{directory} is there already, and is not from this file"):
+        unpack(path)
+
+
+@pytest.mark.parametrize("name", ["./one/a", "/one/a", "../one", "one/../../a"])
+def test_a_bundle_writes_nothing_elsewhere(tmp_path: Path, name: str) -> None:
+    (place := tmp_path / "there").mkdir()
+    with tarfile.open(place / "a.bundle", "w:gz") as archive:
+        archive.addfile(tarfile.TarInfo(name))
+    with pytest.raises(ConfigError, match="no bundle"):
+        unpack(place / "a.bundle")
+    assert [each.name for each in tmp_path.iterdir()] == ["there"]
+    assert [each.name for each in place.iterdir()] == ["a.bundle"]

@@ -114,6 +114,7 @@ def finished_first(model: Path, tmp_path_factory: pytest.TempPathFactory) -> End
     directory = tmp_path_factory.mktemp("finished")
     settings = delayed(model, 2, deterministic=False)
     settings["orchestrator"] |= {"batch_order": "finished"}
+    settings["trainer"] |= {"scheduler": {"type": "cosine", "warmup_steps": 1}}  # it goes by max_steps
     killed = start_rl(directory, settings, is_forked=False)
     done = [directory / "run" / name for name in ("weights/step_5", "checkpoints/step_3/COMPLETE")]
     until(lambda: all(each.exists() for each in done), killed, "weights of step 5")

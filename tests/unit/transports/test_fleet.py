@@ -196,6 +196,41 @@ def test_an_engine_that_is_drained_gets_nothing_until_it_joins_again():
     run_virtual(scenario())
 
 
+def test_an_engine_that_hangs_can_be_removed_and_may_join_again():
+    async def scenario():
+        world = World("a", "b")
+
+        async def check(url: str) -> None:
+            if url == "b":
+                await asyncio.sleep(30)
+                raise EngineError("b does not answer")
+
+        world.fleet._check = check
+        async with world.watched():
+            for _ in range(3):
+                await asyncio.sleep(5)  # it is being asked
+                await world.fleet.drain("b")
+                world.fleet.forget("b")
+                world.fleet.add("b")
+            await asyncio.sleep(60)
+            assert world.fleet.ready() == ["a"] and world.went_down == []
+            assert [task.get_name() for task in asyncio.all_tasks()].count("watch b") == 1
+
+    run_virtual(scenario())
+
+
+def test_two_that_wait_for_an_update_do_not_both_leave():
+    async def scenario():
+        world = World("a", "b")
+        async with world.fleet.updating:
+            leaving = [asyncio.ensure_future(world.fleet.drain(url)) for url in ("a", "b")]
+            await asyncio.sleep(1)
+        outcomes = await asyncio.gather(*leaving, return_exceptions=True)
+        assert outcomes[0] is None and "only engine" in str(outcomes[1]) and world.fleet.ready() == ["b"]
+
+    run_virtual(scenario())
+
+
 # -- the client, over real sockets --
 
 
@@ -229,6 +264,10 @@ class Server:
                 self.polls.append(request.query_string)
             is_busy = self.num_loading > 0 and request.query_string == api.IDLE
             return web.Response(status=200 if self.is_alive and not is_busy else 500)
+
+        async def abort(request):
+            await asyncio.sleep(0 if self.is_alive else 60)
+            return await fine(request)
 
         async def pause(request):
             self.paused.add(self)
@@ -274,7 +313,7 @@ class Server:
 
         app = web.Application()
         app.add_routes([web.post(path, fine) for path in (api.START_UPDATE, api.FINISH_UPDATE)])
-        app.add_routes([web.post(api.PAUSE, pause), web.post(api.RESUME, resume)])
+        app.add_routes([web.post(api.ABORT, abort), web.post(api.PAUSE, pause), web.post(api.RESUME, resume)])
         app.add_routes([web.get(api.WORLD_SIZE, receivers)])
         app.add_routes([web.post(api.UPDATE_WEIGHTS, update), web.post(api.GENERATE, generate)])
         app.add_routes([web.get(api.LIVENESS, live), web.get(api.HEALTH, fine)])
@@ -517,3 +556,18 @@ async def test_the_only_engine_that_is_up_cannot_be_drained():
         with pytest.raises(EngineError, match="is the only engine that is up"):
             await client.drain_engine(client.urls[1], 1.0)
         assert client.fleet.ready() == [client.urls[1]]
+
+
+async def test_what_runs_on_a_drained_engine_that_falls_silent_is_sent_to_another():
+    async with two_engines(liveness_interval_s=60.0, liveness_timeout_s=0.2) as (client, servers):
+        for server in servers:
+            server.is_alive = False
+        request = GenerateRequest(request_id="r", prompt_ids=np.array([1], np.int32), session_id="s")
+        asking = asyncio.ensure_future(client.generate(request))
+        await eventually(lambda: any(server.generated for server in servers))
+        silent = 0 if servers[0].generated else 1
+        servers[1 - silent].is_alive = True
+        async with asyncio.timeout(30):  # the request itself would wait for 60 s
+            await client.drain_engine(client.urls[silent], 0.0)
+            [completion] = await asking
+        assert completion.token_ids.tolist() == [1] and servers[1 - silent].generated == 1

@@ -24,21 +24,27 @@ POLL_S = 1.0
 
 
 class Membership:
-    """Follows the wishes of a run's file."""
+    """Follows the wishes in a run's directory."""
 
     def __init__(self, run: RunParts) -> None:
         self._run, self._engines = run, run.engines
         self._applied: dict[str, Any] = {}
         self._refused: dict[str, str] = {}
         self._recorded: dict[str, Any] = {}
+        self._applying: dict[str, asyncio.Task[None]] = {}
 
     def update(self, tasks: asyncio.TaskGroup) -> None:
-        """Apply each new wish, in a task of the group, and record how the fleet has changed."""
+        """Apply each new wish, in a task of the group, and record how the fleet has changed.
+
+        A wish replaces an older one for its address, also one that is being applied.
+        """
         for wish in _wishes(self._run.run_dir.engines):
             if self._applied.get(url := wish["url"]) != wish:
                 self._applied[url] = wish
                 self._refused.pop(url, None)
-                tasks.create_task(self._apply(url, wish), name=f"engine {url}")
+                if (older := self._applying.get(url)) is not None:
+                    older.cancel()
+                self._applying[url] = tasks.create_task(self._apply(url, wish), name=f"engine {url}")
         self._record()
 
     async def _apply(self, url: str, wish: dict[str, Any]) -> None:

@@ -120,10 +120,10 @@ class EngineClient:
         completions = decode_completions(request, data)
         if url not in self._handed_over or not any(each.finish_reason == ABORTED for each in completions):
             return completions
-        return [
-            await self._continue(request if request.n == 1 else request.sample(index), begun)
-            for index, begun in enumerate(completions)
-        ]
+        samples = [request] if request.n == 1 else map(request.sample, range(request.n))
+        async with task_group() as group:
+            tasks = [group.create_task(self._continue(*each)) for each in zip(samples, completions, strict=True)]
+        return [task.result() for task in tasks]
 
     async def _continue(self, request: GenerateRequest, begun: Completion) -> Completion:
         """The whole reply to a request for one sample, of which another engine had sampled the beginning."""
@@ -179,8 +179,8 @@ class EngineClient:
             # If engines receive together, a dying one makes the others fail, which then try again.
             to_retry = []
             for url, error in failures.items():
-                if self.fleet.nodes[url].state is EngineState.DOWN:
-                    self._failed_once.discard(url)
+                if (node := self.fleet.nodes.get(url)) is None or node.state is not EngineState.READY:
+                    self._failed_once.discard(url)  # down, or it has left meanwhile
                 elif url in self._failed_once or await self._is_dead(url):
                     await self.fleet.mark_down(url, error)
                     self._failed_once.discard(url)
@@ -234,17 +234,19 @@ class EngineClient:
         Raises: EngineError if no other engine is up.
         """
         root = _root(url)
-        if not set(self.fleet.ready()) - {root, *self.fleet.nodes[root].other_nodes}:
-            raise EngineError(f"{url} is the only engine that is up")
-        await self.fleet.drain(root)
         node = self.fleet.nodes[root]
+        await self.fleet.drain(root)
         if node.requests:
             await asyncio.wait(set(node.requests), timeout=wait_s)
         self._handed_over.add(root)
         while node.requests and self.fleet.nodes.get(root) is node:
             body = msgspec.json.encode({"request_ids": None})
-            with suppress(EngineError):  # it is gone: its requests fail, and are sent again
-                await self._admin(root, api.ABORT, body)
+            try:
+                async with asyncio.timeout(self._liveness_timeout_s):
+                    await self._admin(root, api.ABORT, body)
+            except (EngineError, TimeoutError):  # it is gone, perhaps with its host: they are sent again elsewhere
+                for task in tuple(node.requests):
+                    task.cancel()
             if node.requests:
                 await asyncio.wait(set(node.requests), timeout=_ABORT_S)
 
@@ -283,7 +285,8 @@ class EngineClient:
 
         Raises: EngineError if it is not alive.
         """
-        is_idle = is_idle or self.fleet.nodes[url].state is EngineState.DOWN
+        node = self.fleet.nodes.get(url)
+        is_idle = is_idle or (node is not None and node.state is EngineState.DOWN)
         query = f"?{api.IDLE}" if is_idle else ""
         try:
             async with asyncio.timeout(self._liveness_timeout_s):
@@ -398,12 +401,14 @@ class EngineClient:
         Raises: EngineError if an engine returns no scores of a prompt.
         """
 
+        ready = self.fleet.ready()
+
         async def generate(url: str, what: str, prompt_ids: np.ndarray, *, is_decoding: bool) -> Completion:
             request = GenerateRequest(
                 request_id=f"{name}-{what}",
                 prompt_ids=prompt_ids,
                 sampling=SamplingParams(max_tokens=NUM_DECODED if is_decoding else 1),
-                cache_salt=f"{name}-{what}-{self.admin_urls.index(url)}",
+                cache_salt=f"{name}-{what}-{ready.index(url)}",
                 prompt_logprobs=not is_decoding,
                 images=() if image is None else (image.draw(),),
                 image_token_id=None if image is None else image.token_id,
@@ -430,7 +435,7 @@ class EngineClient:
             n = len(token_ids)
             return CanaryScores(prompt=read[:n], decoded=decoded.logprobs[: len(tokens)], read=read[n:])
 
-        ready, by_engine = self.fleet.ready(), {}
+        by_engine: dict[str, CanaryScores] = {}
         for url, result in zip(ready, await asyncio.gather(*map(score, ready), return_exceptions=True)):
             if not isinstance(result, BaseException):
                 by_engine[url] = result

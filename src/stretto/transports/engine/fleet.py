@@ -46,7 +46,7 @@ class EngineNode:
     since: float = field(default_factory=time.monotonic)
     """Start of its state, monotonic seconds."""
     requests: set[asyncio.Task[bytes]] = field(default_factory=set)
-    """Running requests on it, which are cancelled when it goes down."""
+    """Running requests on it, which are cancelled when it goes down, or is drained and does not answer."""
     other_nodes: frozenset[str] = frozenset()
     """Addresses of the other nodes of its engine: they go down and come back together."""
     is_new: bool = False
@@ -103,14 +103,20 @@ class Fleet:
         if (known := self.nodes.get(url)) is not None and known.state is not EngineState.DRAINED:
             return
         self.drained.discard(url)
-        self.nodes[url] = EngineNode(url, EngineState.DOWN, "it joins", is_new=True)
-        if known is None and self._watching is not None:
-            self._watching.create_task(self._watch(url), name=f"watch {url}")
+        node = self.nodes[url] = EngineNode(url, EngineState.DOWN, "it joins", is_new=True)
+        if self._watching is not None:
+            self._watching.create_task(self._watch(node), name=f"watch {url}")
 
     async def drain(self, url: str) -> None:
-        """Send neither requests nor weights to this engine any more; what runs on it goes on."""
+        """Send neither requests nor weights to this engine any more; what runs on it goes on.
+
+        Raises: EngineError if no other engine is up.
+        """
         async with self.updating:  # between two versions
-            for each in (url, *sorted(self.nodes[url].other_nodes)):
+            together = (url, *sorted(self.nodes[url].other_nodes))
+            if not set(self.ready()) - {*together}:
+                raise EngineError(f"{url} is the only engine that is up")
+            for each in together:
                 node = self.nodes[each]
                 node.state, node.reason, node.since = EngineState.DRAINED, "", time.monotonic()
                 self.drained.add(each)
@@ -120,12 +126,12 @@ class Fleet:
 
     def forget(self, url: str) -> None:
         """Remove a DRAINED engine."""
-        assert url in self.drained
+        assert self.nodes[url].state is EngineState.DRAINED
         del self.nodes[url]
 
     async def mark_down(self, url: str, reason: str) -> None:
-        """Send no more requests to this engine, and cancel those that run on it."""
-        if self.nodes[url].state is not EngineState.READY:
+        """Send no more requests to this engine, and cancel those that run on it; nothing if it was forgotten."""
+        if (node := self.nodes.get(url)) is None or node.state is not EngineState.READY:
             return
         await self._mark_down(url, reason)
         for other in sorted(self.nodes[url].other_nodes):
@@ -146,22 +152,23 @@ class Fleet:
     async def watch(self) -> None:
         """Check every engine at intervals, mark dead ones down, and readmit those that answer again."""
         async with task_group() as self._watching:
-            for url in list(self.nodes):
-                self._watching.create_task(self._watch(url), name=f"watch {url}")
+            for node in list(self.nodes.values()):
+                self._watching.create_task(self._watch(node), name=f"watch {node.url}")
             await asyncio.Event().wait()
 
-    async def _watch(self, url: str) -> None:
-        """Watch an engine until it is forgotten."""
-        while (node := self.nodes.get(url)) is not None:
+    async def _watch(self, node: EngineNode) -> None:
+        """Watch an engine until it is drained; one that joins again is watched anew."""
+        while True:
             await asyncio.sleep(min(JOIN_S, self._interval_s) if node.is_new else self._interval_s)
-            if node.state is EngineState.DRAINED or self.nodes.get(url) is not node:
-                continue
+            if node.state is EngineState.DRAINED:
+                return
             try:
-                await self._check(url)
+                await self._check(node.url)
             except EngineError as error:
                 if node.is_new:
                     node.reason = str(error)
-                await self.mark_down(url, str(error))
+                if node.state is EngineState.READY:  # neither drained nor forgotten meanwhile
+                    await self.mark_down(node.url, str(error))
                 continue
             if node.state is EngineState.DOWN:
                 await self._readmit(node)
@@ -176,8 +183,8 @@ class Fleet:
                 node.reason = f"another node of its engine, {other.url}, is down"
                 return
         async with self.updating:
-            if node.state is EngineState.READY:
-                return  # readmitted by another node of its engine
+            if node.state is not EngineState.DOWN:
+                return  # drained meanwhile, or readmitted by another node of its engine
             self.generation += 1
             try:
                 await self._restore(*(each.url for each in together))
@@ -188,8 +195,6 @@ class Fleet:
                     logger.warning("engine %s answers, but is not let in: %s", node.url, error)
                 node.reason = str(error)
                 return
-            if self.nodes.get(node.url) is not node or node.state is not EngineState.DOWN:
-                return  # drained or forgotten meanwhile
             self.generation += 1  # calls made meanwhile to the engines that were up did not reach this one
             for each in together:
                 what, down_s = "has joined" if each.is_new else "is back", time.monotonic() - each.since
@@ -230,8 +235,9 @@ class Fleet:
         try:
             return await task
         except asyncio.CancelledError:
-            if node.state is EngineState.DOWN and not _is_cancelled():
-                raise http.Transient(f"{url} went down: {node.reason}") from None
+            if node.state is not EngineState.READY and not _is_cancelled():
+                what = "was drained and does not answer" if node.state is EngineState.DRAINED else "went down"
+                raise http.Transient(f"{url} {what}: {node.reason}".removesuffix(": ")) from None
             task.cancel()
             raise
         finally:
