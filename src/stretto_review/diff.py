@@ -33,7 +33,7 @@ Pairs = list[tuple[Rollout, Rollout]]
 NOT_COMPARED = ("run", "output_dir", "monitors", "resume", "env_vars", "deployment")
 """Sections of the configuration that name places, not what is learned."""
 MOST_KEYS = 20
-TIMES = ("time", "perf", "inference", "trainer", "incarnation", "progress", "publish")
+TIMES = ("time", "perf", "inference", "trainer", "incarnation", "progress", "publish", "budget")
 """First parts of metrics that tell of times and machines."""
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 

@@ -161,7 +161,8 @@ def _without_secrets(data: Any) -> Any:
         return [_without_secrets(each) for each in data]
     if not isinstance(data, dict):
         return data
-    return {name: _without_secrets(value) for name, value in data.items() if not is_secret(name)}
+    kept = {name: value for name, value in data.items() if not is_secret(name) and name != "headers"}
+    return {name: _without_secrets(value) for name, value in kept.items()}
 
 
 def _copy_ledger(here: RunDir, part: RunDir, step: int) -> list[int]:

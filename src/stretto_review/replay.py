@@ -38,7 +38,11 @@ def replay(words: Sequence[str]) -> int:
     if args.bundle is not None:
         print(f"wrote {write_bundle(first.run, args.bundle, args.out)}; play it: stretto replay FILE")
         return 0
+    if not first.batches:
+        raise ConfigError(f"{here} has trained no step")
     if is_bundle:
+        if start is not None:
+            raise ConfigError(f"stretto replay: --from {start}: a bundle has one step")
         start = min(first.batches) - 1 or None
     if start is not None and start not in (known := here.complete_checkpoints()):
         there = f"it has {', '.join(map(str, known))}" if known else "it has none"

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from stretto.api.state import runs_here
+from stretto.api.state import describe, runs_here
 from stretto.base.errors import ConfigError, DataError
+from stretto.base.files import read_json
 from stretto.base.paths import RunDir
 from stretto.base.ports import in_url, open_url
 from stretto.config.load import write_json
@@ -32,6 +33,8 @@ from stretto.launch.control import find_run
 from stretto.launch.queues import engine_key
 from stretto.ledger.reader import LedgerReader
 
+ENDED = ("done", "stopped", "not started")
+"""States of a run that has no engines."""
 POLL_S = 0.3
 END_S = 30.0
 """Longest wait for the run to let an engine go, after its replies."""
@@ -58,6 +61,8 @@ def engines(words: list[str]) -> int:
         raise ConfigError(f"{run} has no engines that join and leave: it is not a run of `rl`")
     if options.wait < 0:
         raise ConfigError(f"stretto engines: --wait {options.wait:g}: give 0 or more")
+    if options.what != "list" and (state := describe(run)["state"]) in ENDED:
+        raise ConfigError(f"{run} does not go on: {state}")
     if options.what == "start" and not options.urls:
         return _start(run, options, rest)
     if rest:
@@ -125,19 +130,24 @@ def _unused_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _wish(run: RunDir, state: str, urls: list[str], wait_s: float) -> float:
-    """Write what shall become of these engines; when it was asked."""
+def _wish(run: RunDir, state: str, urls: list[str], wait_s: float) -> None:
+    """Write what shall become of these engines."""
     asked_at = time.time()
     run.engines.mkdir(exist_ok=True)
     for url in urls:
         wish = {"url": url, "state": state, "wait_s": wait_s, "asked_at": asked_at}
-        write_json(run.engine_wish(quote(url, safe="")), wish)
-    return asked_at
+        write_json(_file(run, url), wish)
+
+
+def _file(run: RunDir, url: str) -> Path:
+    return run.engine_wish(quote(url, safe=""))
 
 
 def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: float) -> int:
     """Write the wish, and wait until each engine is in that state, or was refused."""
-    asked_at = _wish(run, state, urls, wait_s)
+    before = {url: read_json(_file(run, url)) for url in urls}
+    newest = fleet_of(run)["id"]
+    _wish(run, state, urls, wait_s)
     is_done: Callable[[dict[str, Any] | None], bool] = {
         "on": lambda node: node is not None and node["state"] == "ready",
         "drained": lambda node: node is None or node["state"] == "drained",
@@ -149,9 +159,11 @@ def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: flo
         fleet = fleet_of(run)
         for url in list(left):
             node, refusal = fleet["engines"].get(url), fleet["refused"].get(url)
-            if refusal is not None and fleet["at"] >= asked_at:
+            if refusal is not None and fleet["id"] > newest:
                 sys.stderr.write(f"error: {url}: {refusal}\n")
                 code = 1
+                if before[url].get("state") == "on":  # it joins again after a resume
+                    write_json(_file(run, url), before[url])
             elif not is_done(node):
                 if node is not None and node["reason"] and (text := f"{url}: {node['reason']}") != last:
                     sys.stdout.write(f"{text}\n")
@@ -161,7 +173,7 @@ def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: flo
                 sys.stdout.write(f"{url}: {'removed' if node is None else node['state']}\n")
             del left[url]
         if left and time.monotonic() > deadline:
-            why = f"; is the run going on? `stretto status {run}` tells" if fleet["at"] < asked_at else ""
+            why = f"; is the run going on? `stretto status {run}` tells" if fleet["id"] == newest else ""
             sys.stderr.write(f"error: after {timeout_s:g} s not yet: {', '.join(left)}{why}\n")
             return 1
         time.sleep(POLL_S if left else 0)
@@ -169,13 +181,13 @@ def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: flo
 
 
 def fleet_of(run: RunDir) -> dict[str, Any]:
-    """The newest state of a run's engines, by address: `engines`, `refused`, and when it was recorded, `at`."""
+    """The newest state of a run's engines, by address: `engines`, `refused`, and the event's `id`; 0: none yet."""
     try:
         with LedgerReader(run) as ledger:
-            newest = ledger.rows("SELECT at, data FROM events WHERE kind = 'fleet' ORDER BY id DESC LIMIT 1")
+            newest = ledger.rows("SELECT id, data FROM events WHERE kind = 'fleet' ORDER BY id DESC LIMIT 1")
     except DataError as error:
         raise ConfigError(str(error)) from error
-    return {"engines": {}, "refused": {}, "at": 0.0} | ({"at": newest[0]["at"], **newest[0]["data"]} if newest else {})
+    return {"engines": {}, "refused": {}, "id": 0} | ({"id": newest[0]["id"], **newest[0]["data"]} if newest else {})
 
 
 def _show(engines: dict[str, Any]) -> None:
@@ -191,6 +203,7 @@ def _checked(url: str) -> str:
     parts = urlsplit(url)
     try:
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_address &= parts.path in ("", "/", "/v1", "/v1/") and not (parts.query or parts.fragment)
     except ValueError:  # a port that is no number
         is_address = False
     if not is_address:

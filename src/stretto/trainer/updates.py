@@ -283,10 +283,14 @@ def _merge_documents(samples: Sequence[tuple[MicroBatch, int]]) -> MicroBatch:
         envs=tuple(mb.envs[d] for mb, d in samples),
         **images_by_document([mb.images_of(d) for mb, d in samples]),
         rollout_tokens=tuple(mb.rollout_tokens[d] for mb, d in samples if mb.rollout_tokens),
+        first_versions=tuple(mb.first_versions[d] for mb, d in samples if mb.first_versions),
         **streams,
     )
 
 
-NO_STREAMS = {"cu_seqlens", "sample_ids", "envs", "rollout_tokens", "support", "alternatives", "images", "num_images"}
+NO_STREAMS = {
+    "cu_seqlens", "sample_ids", "envs", "rollout_tokens", "first_versions", "support", "alternatives", "images",
+    "num_images",
+}  # fmt: skip
 STREAMS = tuple(name for name in MicroBatch.__struct_fields__ if name not in NO_STREAMS)
 """Fields of a micro batch that are arrays with one entry per token."""

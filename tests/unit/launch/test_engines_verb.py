@@ -39,6 +39,7 @@ def run(tmp_path: Path) -> RunDir:
         (["add", "RUN"], "give the address of an engine"),
         (["add", "RUN", "gpu7:8000"], "'gpu7:8000' is no address of an engine; write it as http://gpu7:8000"),
         (["add", "RUN", "http://gpu7:port"], "is no address"),
+        (["add", "RUN", "http://gpu7:8000/a?b=1"], "is no address"),
         (["drain", "RUN", URL], "http://gpu7:8000 is no engine of .*; it has http://gpu1:8000"),
         (["drain", "RUN", "http://gpu1:8000", "--wait", "-1"], "--wait -1: give 0 or more"),
         (["list", "RUN", URL], "list RUN takes no addresses"),
@@ -58,6 +59,34 @@ def test_a_run_without_a_ledger_has_no_engines(tmp_path: Path) -> None:
     RunDir(tmp_path).configs.mkdir()
     with pytest.raises(ConfigError, match="not a run of `rl`"):
         engines(["list", str(tmp_path)])
+
+
+def test_a_run_that_is_done_has_no_engines(run: RunDir) -> None:
+    run.config("run").write_text(json.dumps({"max_steps": 3}))
+    run.summary.write_text(json.dumps({"steps": 3}))
+    with pytest.raises(ConfigError, match="does not go on: done"):
+        engines(["add", str(run), URL])
+    assert engines(["list", str(run)]) == 0
+
+
+def test_a_wish_that_is_refused_is_taken_back(run: RunDir) -> None:
+    wish = {"url": "http://gpu1:8000", "state": "on", "wait_s": 1.0, "asked_at": 0.0}
+    run.engines.mkdir()
+    path = run.engines / "http%3A%2F%2Fgpu1%3A8000.json"
+    path.write_text(json.dumps(wish))
+
+    def answer() -> None:
+        while json.loads(path.read_text()) == wish:
+            time.sleep(0.01)
+        ledger = Ledger(run)
+        ledger.event("fleet", fleet(gpu1="ready") | {"refused": {wish["url"]: "no"}})
+        ledger.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert engines(["remove", str(run), "http://gpu1:8000", "--timeout", "30"]) == 1
+    thread.join()
+    assert json.loads(path.read_text()) == wish
 
 
 def test_a_run_that_does_not_answer_is_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,6 +255,16 @@ def test_later_updates_are_compared_with_the_policy_as_the_step_began():
     assert np.abs(learner.trained_logprobs([pack(docs)])[0] - before).max() > 1e-3
 
 
+def test_samples_keep_the_versions_that_began_them():
+    docs = documents()
+    versions = tuple(range(len(docs)))
+    mb = msgspec.structs.replace(pack(docs, padding=3), first_versions=versions)
+    of_ids = dict(zip(mb.sample_ids, versions, strict=True))
+    parts = [row for part in split_samples([mb], 3, np.random.default_rng(0)) for row in part]
+    found = {name: version for row in parts for name, version in zip(row.sample_ids, row.first_versions, strict=True)}
+    assert found == of_ids
+
+
 def test_the_correction_then_compares_the_policy_as_the_step_began_with_the_engine():
     docs = documents()
     correction = CorrectionSection(weights=WeightsSection(high=1.5))

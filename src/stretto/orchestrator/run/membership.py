@@ -1,6 +1,7 @@
 """Engines that join and leave while a run goes on, as `stretto engines` asks for in RUN/engines.
 
-There is a file per address: {"url": "http://host:8000", "state": "on" | "drained" | "removed", "wait_s": 30.0, ...}.
+There is a file per address: {"url": "http://host:8000", "state": "on" | "drained" | "removed", "wait_s": 30.0,
+"asked_at": unix time}.
 What came of it, and every other change of an engine's state, is an event `fleet` of the ledger.
 """
 
@@ -28,7 +29,8 @@ class Membership:
 
     def __init__(self, run: RunParts) -> None:
         self._run, self._engines = run, run.engines
-        self._applied: dict[str, Any] = {}
+        old = [wish for wish in _wishes(run.run_dir.engines) if wish["state"] != "on"]
+        self._applied: dict[str, Any] = {wish["url"]: wish for wish in old}  # those engines were started anew since
         self._refused: dict[str, str] = {}
         self._recorded: dict[str, Any] = {}
         self._applying: dict[str, asyncio.Task[None]] = {}
@@ -36,7 +38,8 @@ class Membership:
     def update(self, tasks: asyncio.TaskGroup) -> None:
         """Apply each new wish, in a task of the group, and record how the fleet has changed.
 
-        A wish replaces an older one for its address, also one that is being applied.
+        A wish replaces an older one for its address, also one that is being applied. Engines that had joined join
+        again after a resume.
         """
         for wish in _wishes(self._run.run_dir.engines):
             if self._applied.get(url := wish["url"]) != wish:

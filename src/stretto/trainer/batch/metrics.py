@@ -87,7 +87,7 @@ def ratio_sums(
         ratio = logs.clamp(-kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO).double().exp() * is_member
         values[name] = (ratio, is_member)
         sums |= {f"ratio/{name}": ratio.sum(), f"ratio_squared/{name}": ratio.square().sum()}
-    if len(mb.first_versions):  # a tuple, or an array of an update's part
+    if mb.first_versions:
         ages = _ages(mb, version)[: len(lengths)]
         sums |= _sums_by_age(ages, samples, values, kl.k3(log_ratio) * streams.is_sampled)
     return sums

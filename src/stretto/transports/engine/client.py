@@ -231,9 +231,13 @@ class EngineClient:
     async def drain_engine(self, url: str, wait_s: float) -> None:
         """Send an engine nothing new; replies that do not end within wait_s are continued on other engines.
 
-        Raises: EngineError if no other engine is up.
+        Raises: EngineError if no other engine is up, or if a router would go on sending it requests.
         """
         root = _root(url)
+        if self._is_routed:
+            raise EngineError(
+                f"requests come from the router {self.urls[0]}: take the engine out of its list and end it"
+            )
         node = self.fleet.nodes[root]
         await self.fleet.drain(root)
         if node.requests:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from fakes import run_virtual
 
+from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
 from stretto.ledger import Ledger
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.run.membership import Membership
 from stretto.transports.engine.client import EngineClient
 
-A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
+A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
 
 
 @pytest.mark.parametrize(
@@ -55,3 +56,28 @@ def test_the_last_wish_for_an_engine_is_what_becomes_of_it(tmp_path: Path, wishe
         [*_, newest] = reader.events("fleet")
     assert newest["data"]["refused"] == {}
     assert newest["data"]["engines"].get(B, {"state": None})["state"] == left
+
+
+def test_after_a_resume_engines_that_had_joined_join_again_and_those_that_had_left_are_there(tmp_path: Path) -> None:
+    run, ledger = RunDir(tmp_path), Ledger(RunDir(tmp_path))
+    run.engines.mkdir()
+    for name, url, state in (("b", B, "removed"), ("c", C, "on")):
+        run.engine_wish(name).write_text(json.dumps({"url": url, "state": state, "wait_s": 30.0}))
+
+    async def scenario() -> list[str]:
+        async with EngineClient([A, B]) as client, asyncio.TaskGroup() as tasks:
+            parts: Any = SimpleNamespace(run_dir=run, engines=client, ledger=ledger)
+            membership = Membership(parts)
+            membership.update(tasks)
+            await asyncio.sleep(1)
+            return list(client.fleet.nodes)
+
+    assert run_virtual(scenario()) == [A, B, C]
+    ledger.close()
+
+
+async def test_an_engine_behind_a_router_is_not_drained() -> None:
+    async with EngineClient(["http://127.0.0.1:9"], [A, B]) as client:
+        with pytest.raises(EngineError, match="take the engine out of its list"):
+            await client.drain_engine(B, 1.0)
+        assert client.num_ready == 2
