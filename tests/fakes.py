@@ -30,7 +30,6 @@ from stretto.records.rollout import Task
 from stretto.records.sample import TrainBatch
 from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.control import Event
-from stretto.transports.engine.fleet import Fleet
 from stretto.virtual_clock import run_virtual as run_virtual
 
 # -- text --
@@ -122,7 +121,6 @@ class FakeEngine:
 
     num_ready = 1
     generation = 0
-    fleet = Fleet([], check=None, restore=None, prove=None, interval_s=1.0, recovery_timeout_s=1.0)
 
     async def watch(self) -> None:
         await asyncio.Event().wait()

@@ -46,6 +46,7 @@ from stretto.records.control import (
     VersionLoaded,
     VersionReady,
 )
+from stretto.transports.engine.client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Loop:
                 tasks.create_task(self.record_engines(), name="record_engines"),
                 tasks.create_task(self.watch_budget(), name="watch_budget"),
             ]
-            if self.cfg.debug is None:
+            if isinstance(self.parts.engines, EngineClient):
                 background.append(tasks.create_task(self.follow_membership(), name="follow_membership"))
             await tasks.create_task(self._shipper.ship_batches(), name="ship_batches")
             await self._wait_for_last_step(loading)

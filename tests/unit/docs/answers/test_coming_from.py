@@ -15,19 +15,23 @@ from stretto.config.load import load
 BASE = {
     "rl": 'max_steps = 500\n[model]\nname = "Qwen/Qwen3-0.6B"\n[[orchestrator.env]]\nid = "dataset"\n',
     "sft": 'max_steps = 10\n[data]\nname = "rows.jsonl"\n',
+    "pairs": 'max_steps = 10\n[data]\ntype = "preference"\nname = "rows.jsonl"\n[loss]\ntype = "dpo"\n',
 }
+SECTIONS = {"## SFT": "sft", "## DPO": "pairs"}
+"""By how their heading begins: what the base of their rows is; others are of `rl`."""
 PAGES = ("from_trl.md", "from_verl.md")
 
 
 def rows() -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Verb, place and settings of each row of a table."""
+    """Base, place and settings of each row of a table."""
     for page in PAGES:
-        verb = "rl"
+        base = "rl"
         for number, line in enumerate((ROOT / "docs" / page).read_text().splitlines(), 1):
-            verb = ("sft" if line.startswith("## SFT") else "rl") if line.startswith("## ") else verb
+            if line.startswith("## "):
+                base = next((name for start, name in SECTIONS.items() if line.startswith(start)), "rl")
             cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
             if len(cells) == 3 and not set(cells[0]) <= {"-"} and cells[1] != "here":
-                yield verb, f"{page}:{number}", tuple(re.findall(r"`([^`]+)`", cells[1]))
+                yield base, f"{page}:{number}", tuple(re.findall(r"`([^`]+)`", cells[1]))
 
 
 ROWS = list(rows())
@@ -45,9 +49,10 @@ def test_the_tables_are_read():
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("verb", "place", "settings"), ROWS, ids=[place for _, place, _ in ROWS])
-def test_every_row_loads(verb, place, settings, tmp_path):
+@pytest.mark.parametrize(("base", "place", "settings"), ROWS, ids=[place for _, place, _ in ROWS])
+def test_every_row_loads(base, place, settings, tmp_path):
     file = tmp_path / "c.toml"
-    file.write_text(BASE[verb])
+    file.write_text(BASE[base])
+    verb = "rl" if base == "rl" else "sft"
     words = [word for setting in settings for word in words_of(setting)]
     load(ROOTS[verb], ["@", str(file), *words], verb=verb)
