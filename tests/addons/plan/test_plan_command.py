@@ -117,7 +117,7 @@ def test_a_plan_says_at_which_step_a_budget_ends(capsys) -> None:
 
 
 def test_a_plan_says_where_steering_settles(capsys) -> None:
-    slow = ["--turn-wait-s", "3000:1.0", "--turns", "2"]
+    slow = ["--turn-wait-s", "1000:0.5", "--turns", "2", "--simulated-steps", "40"]  # fewer are mostly noise
     found = planned(capsys, *slow, "--orchestrator.steering", "{}", "--orchestrator.max-async-level", "1")
     speeds = {int(level): speed for level, speed in found["steering"].items()}
     levels = sorted(speeds)
