@@ -28,6 +28,7 @@ from stretto.vime import RolloutFnTrainOutput
 REPLAYED = "replayed"
 FUNCTION = "stretto_review.recorded:batch_of_step"
 SUFFIX = ".bundle"
+PORTS = frozenset({"port", "router_port", "backend_port"})
 READ_BYTES = 1 << 20
 UNPACKED = "bundle.sha256"
 """File of an unpacked bundle: which bundle it was."""
@@ -69,11 +70,10 @@ def _groups_of(run: RunDir, step: int) -> list[Group]:
 def without_ports(config: dict[str, Any]) -> dict[str, Any]:
     """The data of a resolved config without the ports that its launcher found: others may listen there by now."""
     data: dict[str, Any] = json.loads(json.dumps(config))
-    critic = (data.get("trainer") or {}).get("critic") or {}
+    for name in ("control", "rollout_transport", "weight_broadcast", "teacher_inference", "inference"):
+        _drop(PORTS, data.get(name))
+    _drop(PORTS, (data.get("trainer") or {}).get("critic"))
     teacher, engine = data.get("teacher_inference") or {}, data.get("inference") or {}
-    wires = [data.get(wire) or {} for wire in ("control", "rollout_transport", "weight_broadcast")]
-    for section in (*wires, critic.get("placement") or {}, teacher.get("server") or {}, engine.get("server") or {}):
-        section.pop("port", None)
     if teacher:
         (data["orchestrator"].get("teacher") or {}).pop("base_url", None)
     if engine:
@@ -81,6 +81,15 @@ def without_ports(config: dict[str, Any]) -> dict[str, Any]:
         if (server := engine.get("server") or {}).get("host") == "127.0.0.1":
             del server["host"]  # the default: where it is given, the address follows from it
     return data
+
+
+def _drop(names: frozenset[str], data: Any) -> None:
+    """Drop keys of these names at any depth."""
+    for key, value in list(data.items()) if isinstance(data, dict) else ():
+        if key in names:
+            del data[key]
+        else:
+            _drop(names, value)
 
 
 def as_training(config: dict[str, Any], run: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
 from stretto.vime import Arguments
-from stretto_review.recorded import as_training, batch_of_step, unpack, write_bundle
+from stretto_review.recorded import as_training, batch_of_step, unpack, without_ports, write_bundle
 from stretto_review.replay import replay
 
 GROUPS, STEP = 12, 2
@@ -99,6 +99,23 @@ def test_a_file_that_is_no_bundle_is_refused(tmp_path: Path, content: bytes | No
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"a\.bundle: this is no bundle"):
         unpack(path)
+
+
+def test_ports_that_the_launcher_found_are_found_anew_and_those_of_environments_stay() -> None:
+    server = {"host": "127.0.0.1", "port": 8001}
+    found = {
+        "control": {"port": 5556},
+        "weight_broadcast": {"type": "shm"},
+        "inference": {"server": server, "router": {"router_port": 1, "policy": "p"}, "deployment": {"backend_port": 2}},
+        "orchestrator": {"client": {"base_url": "http://127.0.0.1:8001/v1"}, "env": [{"args": {"port": 7}}]},
+    }
+    assert without_ports(found) == {
+        "control": {},
+        "weight_broadcast": {"type": "shm"},
+        "inference": {"server": {}, "router": {"policy": "p"}, "deployment": {}},
+        "orchestrator": {"client": {}, "env": [{"args": {"port": 7}}]},
+    }
+    assert server["port"] == 8001, "what was given is not changed"
 
 
 @pytest.mark.parametrize(

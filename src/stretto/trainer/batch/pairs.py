@@ -26,8 +26,8 @@ from stretto.data.messages import parse_messages, parse_tools
 from stretto.data.records import read_records
 from stretto.records.images import Image
 from stretto.records.row_packing import pack_rows
-from stretto.records.sample import MicroBatch, images_by_document
-from stretto.trainer.batch.sft_data import Example, mix
+from stretto.records.sample import MicroBatch
+from stretto.trainer.batch.sft_data import Example, micro_batch_of, mix
 
 if TYPE_CHECKING:
     from jaxtyping import Float64, Int32
@@ -374,27 +374,13 @@ def pack_pairs(
         chosen = np.array([indices[i] for i in row], np.int64)
         packed.append(
             PairBatch(
-                _micro_batch([example for i in chosen for example in pairs[i].replies], chosen),
+                micro_batch_of(
+                    [example for i in chosen for example in pairs[i].replies],
+                    (f"{i}/{side}" for i in chosen for side in ("chosen", "rejected")),
+                ),
                 chosen,
                 np.array([pairs[i].margin for i in chosen], np.float32),
                 None if reference is None else reference[chosen],
             )
         )
     return packed
-
-
-def _micro_batch(examples: list[Example], indices: np.ndarray) -> MicroBatch:
-    token_ids = np.concatenate([example.token_ids for example in examples])
-    zeros = np.zeros(len(token_ids), np.float32)
-    return MicroBatch(
-        token_ids=token_ids,
-        cu_seqlens=np.cumsum([0, *(len(example.token_ids) for example in examples)]).astype(np.int32),
-        loss_mask=np.zeros(len(token_ids), bool),
-        logprobs=zeros,
-        advantages=zeros,
-        temperatures=np.ones(len(token_ids), np.float32),
-        sample_ids=tuple(f"{index}/{side}" for index in indices for side in ("chosen", "rejected")),
-        envs=("sft",) * len(examples),
-        ce_weights=np.concatenate([example.is_trained for example in examples]).astype(np.float32),
-        **images_by_document([example.images for example in examples]),
-    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -316,10 +316,10 @@ def pack(examples: Sequence[Example], row_tokens: int) -> list[MicroBatch]:
     lengths = np.array([len(example.token_ids) for example in examples], np.int64)
     assert lengths.max(initial=0) <= row_tokens, f"example of {lengths.max()} tokens in rows of {row_tokens}"
     rows = pack_rows(lengths, row_tokens)
-    return [_micro_batch([examples[i] for i in row], row) for row in rows]
+    return [micro_batch_of([examples[i] for i in row], map(str, row)) for row in rows]
 
 
-def _micro_batch(examples: list[Example], indices: list[int]) -> MicroBatch:
+def micro_batch_of(examples: Sequence[Example], sample_ids: Iterable[str]) -> MicroBatch:
     """A micro batch with the ce component only: no token was sampled by a policy, so loss_mask is False."""
     token_ids = np.concatenate([example.token_ids for example in examples])
     zeros = np.zeros(len(token_ids), np.float32)
@@ -330,7 +330,7 @@ def _micro_batch(examples: list[Example], indices: list[int]) -> MicroBatch:
         logprobs=zeros,
         advantages=zeros,
         temperatures=np.ones(len(token_ids), np.float32),
-        sample_ids=tuple(str(i) for i in indices),
+        sample_ids=tuple(sample_ids),
         envs=("sft",) * len(examples),
         ce_weights=np.concatenate([example.is_trained for example in examples]).astype(np.float32),
         **images_by_document([example.images for example in examples]),
