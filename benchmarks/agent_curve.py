@@ -31,7 +31,7 @@ from stretto.envs.bundled.calculator import Calculator
 from stretto.records.rollout import Task
 
 EXAMPLES = ROOT / "examples"
-STEPS, WARM_UP = 40, 160
+STEPS, WARM_UP = 120, 160
 SETTINGS = "--orchestrator.batch-size 24 --trainer.optim.lr 2e-4"
 PROGRAM = [sys.executable, str(EXAMPLES / "agent" / "program.py"), "{prompt}"]
 ARGS = {

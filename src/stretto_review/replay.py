@@ -27,10 +27,15 @@ from stretto_review.diff import Comparison, Side, difference_text, first_differe
 from stretto_review.recorded import SUFFIX, as_training, unpack, without_ports, write_bundle
 
 POLL_S = 0.2
+NOT_PLAYED = 125
+"""Exit status if `rl` has failed, which is no difference: `git bisect run` passes over such a commit."""
 
 
 def replay(words: Sequence[str]) -> int:
-    """Play a run again in a directory beside it, and print where the two differ; exit status 1 if they do."""
+    """Play a run again in a directory beside it, and print where the two differ; exit status 1 if they do.
+
+    It is NOT_PLAYED if the run has failed, and that of a signal if it was stopped by one.
+    """
     args, rest = _parse(words)
     is_bundle = args.run.endswith(SUFFIX) and Path(args.run).is_file()
     first = Side(str(unpack(Path(args.run))) if is_bundle else args.run)
@@ -70,7 +75,7 @@ def replay(words: Sequence[str]) -> int:
     # Shorter than it was to be, it is stopped: a schedule of the learning rate goes by max_steps.
     is_shorter = (had_budget or args.steps is not None) if is_whole else last < data["max_steps"]
     if (code := _play(command, again, last if is_shorter else None)) != 0:
-        return code
+        return NOT_PLAYED if 0 < code < 128 else code
     other = Side(str(again))
     steps = [step for step in sorted(first.batches.keys() & other.batches.keys()) if step <= last]
     if not steps:

@@ -41,7 +41,7 @@ def rescore(words: Sequence[str]) -> int:
     found["seconds"] = round(time.monotonic() - began, 2)
     if args.write and found["rollouts"]:
         lines = (scores.Line(g.group_id, r.member, r.score or 0.0, r.old) for g, r in _scored(judged))
-        found["written"] = str(scores.save(run.dir, args.write, job.rewards, lines))
+        found["written"] = str(scores.save(run.dir, args.write, job.rewards, lines, _finite(found)))
     if args.json:
         print(json.dumps(_finite(found)))
     else:

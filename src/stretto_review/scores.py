@@ -1,6 +1,7 @@
 """New scores of a run's rollouts as a file beside its ledger, which is only ever added to: RUN/scores/NAME.jsonl.
 
 The first line says which rewards they are of; each other line is a rollout. A file is written whole, or not at all.
+Beside it NAME.json is what changes with them, which the page shows.
 """
 
 from __future__ import annotations
@@ -37,12 +38,19 @@ def path_of(run: RunDir, name: str) -> Path:
     return run.path / "scores" / f"{name}.jsonl"
 
 
-def save(run: RunDir, name: str, rewards: Iterable[str], lines: Iterable[Line]) -> Path:
-    """Write scores, instead of those of this name if there are some."""
+def save(
+    run: RunDir, name: str, rewards: Iterable[str], lines: Iterable[Line], found: dict[str, Any] | None = None
+) -> Path:
+    """Write scores, instead of those of this name if there are some; found: what changes with them."""
     path = path_of(run, name)
     path.parent.mkdir(exist_ok=True)
     rows: list[Any] = [{"rewards": list(rewards)}, *lines]
     write_atomic(path, b"\n".join(map(msgspec.json.encode, rows)) + b"\n", is_durable=True)
+    about = path.with_suffix(".json")
+    if found is None:
+        about.unlink(missing_ok=True)
+    else:
+        write_atomic(about, msgspec.json.encode(found) + b"\n")
     return path
 
 

@@ -100,6 +100,7 @@ class OpenRun(Run):
             "ledger": _sizes(ledger),
             "logs": _sizes(list(logs.files(self.dir).values())),
             "evals": _sizes([self.dir.evals, *sorted(self.dir.evals.glob("version_*"))]),
+            "scores": _sizes([*sorted((self.path / "scores").glob("*.json"))]),
             "state": f"{_sizes([self.dir.summary])} {holder(self.dir.lock)}",  # a killed run changes no file
         }
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.base.errors import ConfigError
+from stretto.base.files import read_json
 from stretto.ledger.reader import LedgerReader
 from stretto_view.page import conversation, curves, export, logs, now, rollouts, texts, timeline
 from stretto_view.page.library import OpenRun
@@ -67,6 +68,17 @@ def _evals(run: OpenRun, query: Any) -> Any:
     return run.evals()
 
 
+def _scores(run: OpenRun, query: Any) -> Any:
+    """What other rewards say of the rollouts, each as `stretto rescore --write NAME` has left it, with its name."""
+    found = []
+    for file in sorted((run.path / "scores").glob("*.json")):
+        about = read_json(file)
+        rows = [row for row in about.get("disagreements") or () if isinstance(row, dict)]
+        spoken = [row | {"branches": [{"prompt": row.get("prompt"), "reply": row.get("reply")}]} for row in rows]
+        found.append({**about, "name": file.stem, "disagreements": [texts.with_turns(row) for row in spoken]})
+    return found
+
+
 def _logs(run: OpenRun, query: Any) -> Any:
     if (level := query.get("level") or "debug") not in logs.LEVELS:
         raise ConfigError(f"level {level!r}: the levels are {', '.join(logs.LEVELS)}.")
@@ -105,6 +117,7 @@ PER_RUN: dict[str, Route] = {
         "the replies to one held-out task, of every evaluated version",
         {"task": "its id", "env": "its environment"},
     ),
+    "scores": Route(_scores, "what other rewards say of its rollouts: `stretto rescore RUN --reward fn --write NAME`"),
     "config": Route(lambda run, query: flat(run.config), "every value of the config by its dotted key"),
     "logs": Route(
         _logs,

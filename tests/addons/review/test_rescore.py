@@ -18,6 +18,8 @@ from stretto.ledger.reader import LedgerReader
 from stretto_review import scores
 from stretto_review.judging import Job, Judge
 from stretto_review.rescore import groups_of, rescore, summary
+from stretto_view.page.library import OpenRun
+from stretto_view.page.routes import PER_RUN
 
 GROUPS = 60
 
@@ -125,6 +127,10 @@ def test_scores_are_kept_beside_the_ledger(run: Path, capsys: pytest.CaptureFixt
     assert len(kept) == 8 * MEMBERS and min(kept)[0] == 4 and max(kept)[0] == 11
     with pytest.raises(ConfigError, match=r"no scores 'other' \(there are: length\)"):
         scores.load(RunDir(run), "other")
+    [shown] = PER_RUN["scores"].answer(OpenRun(run), {})
+    assert shown["name"] == "length" and shown["rewards"] == found["rewards"] and shown["mean"] == found["mean"]
+    turns = [turn for row in shown["disagreements"] for turn in row["branches"][0]["turns"]]
+    assert len(shown["disagreements"]) == 10 and any("Say a word." in turn["text"] for turn in turns)
 
 
 @pytest.mark.heavy

@@ -150,8 +150,8 @@ async def test_every_answer_is_whole_json_and_every_name_leads_to_its_run(page: 
     assert sorted(row["id"] for row in rows) == sorted([HOSTILE, "second"])
     quoted = "".join(f"%{byte:02X}" for byte in HOSTILE.encode())
     for route in (
-        "now", "metrics", "rollouts", "rollout?group=0&member=0", "timeline", "evals", "evals?version=2", "config",
-        "logs",
+        "now", "metrics", "rollouts", "rollout?group=0&member=0", "timeline", "evals", "evals?version=2", "scores",
+        "config", "logs",
     ):  # fmt: skip
         answer = await page.get(URL(f"/api/run/{quoted}/{route}", encoded=True))
         assert answer.status == 200, (route, await answer.text())

@@ -64,8 +64,8 @@ async def test_a_ledger_of_a_newer_version_is_one_message_where_it_is_needed(pag
 ROUTES = (
     "now", "metrics", "curve?key=reward/mean&axis=time", "curve?key=reward/mean&axis=tokens", "rollouts",
     "rollouts?text=a", "rollouts?step=2&sort=best", "rollouts?status=running", "rollout?group=1&member=0", "timeline",
-    "evals", "evals?version=2", "eval_task?task=t1&env=e", "config", "logs", "curves.csv", "evals.csv", "rollouts.csv",
-    "rollout.html?group=1&member=0",
+    "evals", "evals?version=2", "eval_task?task=t1&env=e", "scores", "config", "logs", "curves.csv", "evals.csv",
+    "rollouts.csv", "rollout.html?group=1&member=0",
 )  # fmt: skip
 
 
@@ -79,6 +79,9 @@ async def test_a_damaged_file_is_a_message_and_hides_no_other_run(run: RunDir, t
     run.eval_results(2).write_text('[{"env": "e", "mode": "sampled", "mean": 0.5}]')
     reply = {"task_id": "t1", "env": "e", "reward": 1.0, "branches": [{"prompt": "a", "reply": "b"}]}
     (run.eval(2) / "e.jsonl").write_text(json.dumps(reply) + "\n")
+    (run.path / "scores").mkdir()
+    found = {"mean": {"old": 0.5, "new": 1.0}, "disagreements": [{"rollout": "g0.0", "prompt": "a", "reply": "b"}]}
+    (run.path / "scores" / "other.json").write_text(json.dumps(found))
     shutil.copytree(run.path, tmp_path / "whole")
     files = [file for file in sorted(run.path.rglob("*")) if file.is_file() and not file.name.endswith("-shm")]
     assert len(files) > 7

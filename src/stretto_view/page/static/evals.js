@@ -1,7 +1,8 @@
 import { COLORS, columns, options, savePicture } from "./chart.js";
 import { copyLink, fill, h, message, ofRun, ofRuns, saving, short } from "./dom.js";
+import { rejudged } from "./rejudged.js";
 
-export const SUBJECTS = ["evals"];
+export const SUBJECTS = ["evals", "scores"];
 const FRAME = new Set(["version", "env", "mode", "versions"]);
 const LONG_SYSTEM = 600; // characters
 const MOST_REPLIES = 500; // that the server sends
@@ -9,10 +10,11 @@ const FIRST = ["mean", "pass_at_k", "pass_all_k"];
 
 export async function render(root, context) {
   const { query, runs, signal } = context;
-  const charts = h("section", { class: "panels" }), tables = h("div"), samples = h("section");
+  const charts = h("section", { class: "panels" }), tables = h("div"), others = h("div"), samples = h("section");
   let plots = [], lists = [], drawnFrom = "";
   const task = query.get("task");
   const update = async () => {
+    await rejudged(others, context, samples, spoken);
     lists = await ofRuns(runs, "evals", {}, signal);
     const text = JSON.stringify(lists);
     if (text === drawnFrom) return;
@@ -64,7 +66,7 @@ export async function render(root, context) {
   const resized = new ResizeObserver(() => {
     for (const plot of plots) plot.setSize({ width: Math.max(200, plot.root.closest("figure").clientWidth - 16), height: 220 });
   });
-  fill(root, h("div", { class: "controls" }, h("span", { class: "saves" }, copyLink(), " ", runs.map((run) => [saving(run, "evals.csv", {}, runs.length > 1 ? `CSV of ${run}` : "CSV"), " "]))), charts, tables, samples);
+  fill(root, h("div", { class: "controls" }, h("span", { class: "saves" }, copyLink(), " ", runs.map((run) => [saving(run, "evals.csv", {}, runs.length > 1 ? `CSV of ${run}` : "CSV"), " "]))), charts, tables, others, samples);
   await update();
   resized.observe(charts);
   if (task) await follow(query.get("of") || runs[0], { task_id: task, env: query.get("env") });
