@@ -1,4 +1,4 @@
-"""Searching for what makes a step differ; tests/e2e/endings/test_bisect.py searches commits and runs."""
+"""Searching for what makes a step differ; tests/e2e/endings/test_bisect_runs.py searches commits and runs."""
 
 from __future__ import annotations
 
