@@ -72,6 +72,6 @@ def test_a_commit_and_changes_are_found(tmp_path: Path) -> None:
     git(project, "checkout", "--quiet", commits[0])
     code, output = wait(start("bisect", [str(bundle), "--changes-of", str(project / "other")], project))
     assert code == 0 and "--trainer.optim.lr 0.002" in output.split("COMES FROM")[1], output
-    words = ["--ckpt.keep", "7", "--trainer.optim.weight-decay", "0.5", "--log.level", "debug"]
+    words = ["--ckpt.keep-last", "7", "--trainer.optim.weight-decay", "0.5", "--log.level", "debug"]
     code, output = wait(start("bisect", [str(bundle), *words], project))
     assert code == 0 and output.split("COMES FROM")[1].split() == ["--trainer.optim.weight-decay", "0.5"], output

@@ -45,25 +45,30 @@ def play(directory: Path, settings: dict[str, Any], *words: str) -> Ended:
     return rl(directory, settings, *words)
 
 
-def weights(run: Ended) -> list[bytes]:
+def weights(run: Ended, num_steps: int = NUM_STEPS) -> list[bytes]:
     """Those of each step; b"" for one that another run has trained."""
-    steps = range(1, NUM_STEPS + 1)
+    steps = range(1, num_steps + 1)
     return [run.weights(step) if run.run.weights_step(step).exists() else b"" for step in steps]
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_delays_and_load_change_no_bit(model: Path, tmp_path: Path, level: int) -> None:
-    first = play(tmp_path / "first", delayed(model, level))
+@pytest.mark.parametrize(
+    ("level", "num_steps"),
+    [(0, NUM_STEPS), (1, NUM_STEPS), (2, NUM_STEPS), *(pytest.param(n, 60, marks=pytest.mark.slow) for n in (2, 4))],
+)
+def test_delays_and_load_change_no_bit(model: Path, tmp_path: Path, level: int, num_steps: int) -> None:
+    settings = delayed(model, level, max_steps=num_steps)
+    settings["ckpt"]["interval"] = max(3, level + 1)  # the batch after a checkpoint waits for its weights
+    first = play(tmp_path / "first", settings)
     burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
-        second = play(tmp_path / "second", delayed(model, level))
+        second = play(tmp_path / "second", settings)
     finally:
         for each in burning:
             each.kill()
             each.wait()
-    assert weights(first) == weights(second)
-    assert len(set(weights(first))) == NUM_STEPS, "every step has moved the weights"
+    assert weights(first, num_steps) == weights(second, num_steps)
+    assert len(set(weights(first, num_steps))) == num_steps, "every step has moved the weights"
     lags = first.column("off_policy/mean")
     assert lags == second.column("off_policy/mean")
     assert max(lags) == level, "generation ran ahead"

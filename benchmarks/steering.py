@@ -1,0 +1,140 @@
+"""`[orchestrator.steering]` against every fixed level, on three tasks whose rewards take log-normal time.
+
+    python benchmarks/steering.py [--quick] [--tasks NAME ...] [--seeds 31] [--steps 100] [--latency 0.1] [--rows FILE]
+
+A network of 0.13M parameters is warmed up on solved tasks (`sft`), then trained by `rl` with `max_async_level` 1, 2, 4
+and 8, and once with steering that begins at 1. Each reward comes after a wait (sigma 1, median `--latency` seconds),
+the same for a task and a member in every run. What is compared is the time until the training reward, the mean of ten
+steps, has made 70 % of the way that level 1 makes in all its steps; time is counted from the first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import algorithms
+
+from stretto.envs.base import RolloutContext, RolloutResult, Split, TaskSource, load_environment
+from stretto.records.rollout import Task
+
+TASKS = {
+    "reverse-text": {"example": "reverse_text", "id": "reverse-text"},
+    "sort-letters": {"example": "sort_letters", "id": "sort-letters"},
+    "calculator": {"example": "calculator", "id": "calculator"},
+}
+LEVELS = (1, 2, 4, 8)
+STEERED = "steered"
+WAY, SMOOTH = 0.7, 10
+
+
+class Slow:
+    """An environment whose rewards come later."""
+
+    def __init__(self, of: str, latency_s: float) -> None:
+        self.of = load_environment(of, {})
+        self.name, self.latency_s = self.of.name, latency_s
+
+    def tasks(self, split: Split) -> TaskSource:
+        return self.of.tasks(split)
+
+    async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
+        result = await self.of.rollout(task, ctx)
+        source = random.Random(f"{task.task_id} {ctx.episode.member}")
+        await asyncio.sleep(self.latency_s * source.lognormvariate(0.0, 1.0))
+        return result
+
+
+def train(work: Path, task: str, model: Path, arm: str, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """One run: seconds and reward of every step, and the levels that it had."""
+    name = f"{task}-{arm}-{seed}"
+    level = "1" if arm == STEERED else arm
+    steering = ["--orchestrator.steering.max-level", str(max(LEVELS))] if arm == STEERED else []
+    env = [{"id": "steering:Slow", "args": {"of": TASKS[task]["id"], "latency_s": args.latency}}]
+    algorithms.stretto(
+        "rl", "@", str(algorithms.ROOT / "examples" / TASKS[task]["example"] / "rl.toml"),
+        "--output-dir", str(work), "--run.name", name, "--clean", "--seed", str(seed), "--model.name", str(model),
+        "--max-steps", str(args.steps), "--orchestrator.batch-size", "128", "--orchestrator.eval", "null",
+        "--orchestrator.max-async-level", level, "--orchestrator.max-off-policy-steps", str(max(LEVELS)),
+        "--orchestrator.env", json.dumps(env), *steering,
+    )  # fmt: skip
+    lines = (work / name / "metrics" / "orchestrator.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "time/step" in row and row["step"] > 0]
+    return {
+        "task": task,
+        "seed": seed,
+        "arm": arm,
+        "seconds": [round(row["time/step"], 4) for row in rows],
+        "reward": [round(row["reward/mean"], 4) for row in rows],
+        "age": [round(row["off_policy/mean"], 2) for row in rows],
+    }
+
+
+def smoothed(reward: list[float]) -> list[float]:
+    return [statistics.fmean(reward[max(0, at - SMOOTH + 1) : at + 1]) for at in range(len(reward))]
+
+
+def seconds_to(row: dict[str, Any], target: float) -> float:
+    """Seconds until the smoothed reward is there for the first time; inf if it never is."""
+    took = 0.0
+    for at, (reward, seconds) in enumerate(zip(smoothed(row["reward"]), row["seconds"])):
+        took += seconds
+        if at >= SMOOTH - 1 and reward >= target:
+            return took
+    return float("inf")
+
+
+def compare(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """By arm, the seconds to the target; what the target is follows from level 1."""
+    [first] = [row for row in rows if row["arm"] == "1"]
+    curve = smoothed(first["reward"])
+    start, end = statistics.fmean(first["reward"][:3]), curve[-1]
+    return {row["arm"]: seconds_to(row, start + WAY * (end - start)) for row in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[31])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--latency", type=float, default=0.1, help="median of the wait, in seconds")
+    parser.add_argument("--rows", type=Path, help="a file that keeps the runs that are done")
+    parser.add_argument("--quick", action="store_true", help="15 steps of one task at two levels: do they run?")
+    args = parser.parse_args()
+    arms = [*map(str, LEVELS), STEERED]
+    if args.quick:
+        args.tasks, args.steps, arms = args.tasks[:1], 15, ["1", STEERED]
+    algorithms.ENV["PYTHONPATH"] = f"{Path(__file__).resolve().parent}:{algorithms.ENV['PYTHONPATH']}"
+    algorithms.TASKS |= TASKS  # type: ignore[arg-type]
+    known = [json.loads(line) for line in args.rows.open()] if args.rows and args.rows.exists() else []
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="stretto-steering-") as folder:
+        for task in args.tasks:
+            for seed in args.seeds:
+                model: Path | None = None
+                rows = [row for row in known if (row["task"], row["seed"]) == (task, seed)]
+                for arm in arms:
+                    if any(row["arm"] == arm for row in rows):
+                        continue
+                    model = model or algorithms.warm_up(Path(folder), task, seed)
+                    rows.append(train(Path(folder), task, model, arm, args, seed))
+                    if args.rows:
+                        with args.rows.open("a") as file:
+                            file.write(json.dumps(rows[-1]) + "\n")
+                times = compare(rows)
+                fixed = {arm: took for arm, took in times.items() if arm != STEERED}
+                best = min(fixed, key=lambda arm: fixed[arm])
+                found[f"{task}-{seed}"] = times
+                text = "  ".join(f"{arm}: {took:.1f} s" for arm, took in times.items())
+                print(f"{task}, seed {seed}   {text}   {times[STEERED] / times[best]:.2f} of level {best}", flush=True)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
