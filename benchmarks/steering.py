@@ -1,6 +1,6 @@
 """`[orchestrator.steering]` against every fixed level, on three tasks whose rewards take log-normal time.
 
-    python benchmarks/steering.py [--quick] [--tasks NAME ...] [--seeds 31] [--steps 100] [--latency 0.1] [--rows FILE]
+    python benchmarks/steering.py [--quick] [--tasks NAME ...] [--seeds 31] [--steps 150] [--latency 0.1] [--rows FILE]
 
 A network of 0.13M parameters is warmed up on solved tasks (`sft`), then trained by `rl` with `max_async_level` 1, 2, 4
 and 8, and once with steering that begins at 1. Each reward comes after a wait (sigma 1, median `--latency` seconds),
@@ -16,6 +16,7 @@ import json
 import random
 import statistics
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,7 @@ import algorithms
 from stretto.envs.base import RolloutContext, RolloutResult, Split, TaskSource, load_environment
 from stretto.records.rollout import Task
 
-TASKS = {
-    "reverse-text": {"example": "reverse_text", "id": "reverse-text"},
-    "sort-letters": {"example": "sort_letters", "id": "sort-letters"},
-    "calculator": {"example": "calculator", "id": "calculator"},
-}
+TASKS = {name: {"example": name.replace("-", "_")} for name in ("reverse-text", "sort-letters", "alphabet-sort")}
 LEVELS = (1, 2, 4, 8)
 STEERED = "steered"
 WAY, SMOOTH = 0.7, 10
@@ -37,8 +34,8 @@ WAY, SMOOTH = 0.7, 10
 class Slow:
     """An environment whose rewards come later."""
 
-    def __init__(self, of: str, latency_s: float) -> None:
-        self.of = load_environment(of, {})
+    def __init__(self, of: str, args: dict[str, Any], latency_s: float) -> None:
+        self.of = load_environment(of, args)
         self.name, self.latency_s = self.of.name, latency_s
 
     def tasks(self, split: Split) -> TaskSource:
@@ -56,13 +53,15 @@ def train(work: Path, task: str, model: Path, arm: str, args: argparse.Namespace
     name = f"{task}-{arm}-{seed}"
     level = "1" if arm == STEERED else arm
     steering = ["--orchestrator.steering.max-level", str(max(LEVELS))] if arm == STEERED else []
-    env = [{"id": "steering:Slow", "args": {"of": TASKS[task]["id"], "latency_s": args.latency}}]
+    config = algorithms.ROOT / "examples" / TASKS[task]["example"] / "rl.toml"
+    [of] = tomllib.loads(config.read_text())["orchestrator"]["env"]
+    slow = {"of": of["id"], "args": of.get("args", {}), "latency_s": args.latency}
     algorithms.stretto(
-        "rl", "@", str(algorithms.ROOT / "examples" / TASKS[task]["example"] / "rl.toml"),
+        "rl", "@", str(config),
         "--output-dir", str(work), "--run.name", name, "--clean", "--seed", str(seed), "--model.name", str(model),
         "--max-steps", str(args.steps), "--orchestrator.batch-size", "128", "--orchestrator.eval", "null",
         "--orchestrator.max-async-level", level, "--orchestrator.max-off-policy-steps", str(max(LEVELS)),
-        "--orchestrator.env", json.dumps(env), *steering,
+        "--orchestrator.env", json.dumps([{"id": "steering:Slow", "args": slow}]), *steering,
     )  # fmt: skip
     lines = (work / name / "metrics" / "orchestrator.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "time/step" in row and row["step"] > 0]
@@ -102,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[31])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--latency", type=float, default=0.1, help="median of the wait, in seconds")
     parser.add_argument("--rows", type=Path, help="a file that keeps the runs that are done")
     parser.add_argument("--quick", action="store_true", help="15 steps of one task at two levels: do they run?")
@@ -111,7 +110,7 @@ def main() -> None:
     if args.quick:
         args.tasks, args.steps, arms = args.tasks[:1], 15, ["1", STEERED]
     algorithms.ENV["PYTHONPATH"] = f"{Path(__file__).resolve().parent}:{algorithms.ENV['PYTHONPATH']}"
-    algorithms.TASKS |= TASKS  # type: ignore[arg-type]
+    algorithms.TASKS |= TASKS
     known = [json.loads(line) for line in args.rows.open()] if args.rows and args.rows.exists() else []
     found = {}
     with tempfile.TemporaryDirectory(prefix="stretto-steering-") as folder:
