@@ -170,6 +170,8 @@ class VisionSection(Section):
     many as the tokens of a row can stand for. A sample with more has a micro batch of its own."""
 
 
+SharedPrefixes = Literal["off", "prompts", "tree"]
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -197,6 +199,11 @@ class ModelSection(Section):
     """Let transformers run code from the model directory (impl = "hf" only)."""
     fused_lm_head_token_chunk_size: int = Field(2048, gt=0)
     """Tokens per chunk of the fused output head, which never builds [tokens, vocab]."""
+    shared_prefixes: SharedPrefixes = "prompts"
+    """Tokens that samples of a micro batch have in common from their start are computed once, forward and backward.
+    `prompts`: equal prompts, on a CPU; `tree`: all that any samples begin with alike, to any depth, turns and branches
+    too, and samples that share much are packed together; `off`: each sample is computed by itself. The results are the
+    same. Not with cp_style = "ring", recurrent layers, impl = "hf" or indexer_kl_coeff: these compute each sample."""
     moe_use_grouped_mm: bool = True
     """Compute all experts in one grouped matrix product; false: one after the other, the slow reference."""
     freeze_moe_router: bool = False

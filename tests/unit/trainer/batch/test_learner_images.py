@@ -52,7 +52,7 @@ def test_equal_prompts_are_shared_with_their_images_and_not_without():
     policy = build_vision_policy("qwen3_vl")
     small, other = image((1, 2, 4), 0), image((1, 2, 4), 2)
     inputs = lambda mb: build_pass_inputs(
-        mb, policy.config.vocab_size, torch.device("cpu"), share_prefixes=True, vision=policy.config.vision
+        mb, policy.config.vocab_size, torch.device("cpu"), sharing="prompts", vision=policy.config.vision
     )
     same = inputs(pack_images(image_group(0, [small]) + image_group(0, [small])))
     different = inputs(pack_images(image_group(0, [small]) + image_group(0, [other])))
