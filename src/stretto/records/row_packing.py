@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int, Shaped
 
 SAMPLES_PER_SLICE = 32
+Result = TypeVar("Result")
 
 
 def first_fit_decreasing(
@@ -57,13 +58,17 @@ def first_fit_decreasing(
 
 def pack_rows(lengths: Int[np.ndarray, " samples"], capacity: int) -> list[list[int]]:
     """Pack samples as `first_fit_decreasing` does, at once."""
-    work = first_fit_decreasing(lengths, capacity)
+    return _at_once(first_fit_decreasing(lengths, capacity))
+
+
+def _at_once(work: Generator[None, None, Result]) -> Result:
+    """What a generator returns, without a pause."""
     while True:
         try:
             next(work)
         except StopIteration as end:
-            rows: list[list[int]] = end.value
-            return rows
+            result: Result = end.value
+            return result
 
 
 # -- what documents begin with --
@@ -97,9 +102,22 @@ class PrefixTree:
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[Shaped[np.ndarray, "tokens ..."]]]) -> PrefixTree:
-        """The tree of documents, each some streams of equal length: tokens are shared if all streams are equal."""
-        root = _Node(0, 0, 0, None)
-        ends_in = [_insert(root, documents, document) for document in range(len(documents))]
+        """As `build`, at once."""
+        return _at_once(cls.build(documents))
+
+    @classmethod
+    def build(
+        cls, documents: Sequence[Sequence[Shaped[np.ndarray, "tokens ..."]]]
+    ) -> Generator[None, None, PrefixTree]:
+        """The tree of documents, each some streams of equal length: tokens are shared if all streams are equal.
+
+        It is a generator that yields after each SAMPLES_PER_SLICE documents, so that other tasks can run.
+        """
+        root, ends_in = _Node(0, 0, 0, None), list[_Node | None]()
+        for document in range(len(documents)):
+            ends_in.append(_insert(root, documents, document))
+            if (document + 1) % SAMPLES_PER_SLICE == 0:
+                yield
         ends_in = [_last_of(node, len(streams[0])) for node, streams in zip(ends_in, documents)]
         nodes = _without_short_ones(root)
         numbers = {id(node): number for number, node in enumerate(nodes)}
@@ -208,3 +226,49 @@ def _without_short_ones(root: _Node) -> list[_Node]:
             found.append(node)
         waiting += children[::-1]
     return found
+
+
+def pack_by_prefix(
+    tree: PrefixTree,
+    lengths: Int[np.ndarray, " samples"],
+    capacity: int,
+    images: Sequence[Mapping[str, int]] = (),
+    max_patches: int | None = None,
+) -> Generator[None, None, tuple[list[list[int]], Int[np.ndarray, " samples"]]]:
+    """Pack samples so that those that begin alike stand in one row; the rows, and the tokens that each sample adds.
+
+    tree: of these samples. Its branches are cut into parts of at most `capacity` tokens, shared ones counted once; a
+    sample with more is a part by itself. `first_fit_decreasing` packs the parts; images and max_patches are as there.
+    """
+    paths = [tree.path(sample) for sample in range(len(lengths))]
+    yield
+    sizes = tree.ends - tree.starts
+    parts: list[list[int]] = []
+    tokens: list[int] = []
+    shown: list[dict[str, int]] = []
+    own = np.zeros(len(lengths), np.int64)
+    before: list[int] = []
+    for sample in sorted(range(len(lengths)), key=paths.__getitem__):
+        path, patches = paths[sample], dict(images[sample]) if images else {}
+        shared = next((i for i, (a, b) in enumerate(zip(path, before)) if a != b), min(len(path), len(before)))
+        added = int(sizes[path[shared:]].sum())
+        is_new = not parts or not shared or tokens[-1] + added > capacity
+        if not is_new and max_patches is not None:
+            is_new = sum((shown[-1] | patches).values()) > max_patches
+        if is_new:
+            parts.append([])
+            tokens.append(0)
+            shown.append({})
+            added = int(sizes[path].sum())
+        parts[-1].append(sample)
+        tokens[-1] += added
+        shown[-1] |= patches
+        own[sample], before = min(added, int(lengths[sample])), path
+    yield
+    rows = yield from first_fit_decreasing(np.array(tokens, np.int64), capacity, shown if images else (), max_patches)
+    return [[sample for part in row for sample in parts[part]] for row in rows], own
+
+
+def pack_tree(tree: PrefixTree, lengths: Int[np.ndarray, " samples"], capacity: int) -> list[list[int]]:
+    """Pack samples as `pack_by_prefix` does, at once; the rows."""
+    return _at_once(pack_by_prefix(tree, lengths, capacity))[0]

@@ -263,6 +263,24 @@ class ModelSection(Section):
     """Present: build a random model of this shape instead of loading `name`."""
 
 
+def why_unshared(section: ModelSection, family: str) -> str | None:
+    """Why each sample is computed by itself in spite of shared_prefixes = "tree"; None: it is not, or "tree" is not set.
+
+    family: the `model_type` of `name`, "" if it is not known.
+    """
+    family = family if section.scratch is None else section.scratch.family
+    if section.shared_prefixes != "tree":
+        return None
+    if section.impl == "hf" or (family and family not in FAMILIES and section.impl == "auto"):
+        return "modules of transformers take whole samples"
+    if traits_of(family).is_recurrent:
+        return f"{family} has layers that pass a state from token to token"
+    if section.indexer_kl_coeff is not None:
+        return "indexer_kl_coeff is a mean over the tokens of all samples"
+    is_cut = section.cp_style == "ulysses" or (section.cp_style == "auto" and not traits_of(family).chooses_keys)
+    return None if section.cp == 1 or is_cut else 'cp_style = "ring" passes keys of whole samples from rank to rank'
+
+
 class TokenizerSection(Section):
     """Where the tokenizer comes from when it is not in the model directory."""
 
