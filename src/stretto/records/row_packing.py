@@ -73,8 +73,9 @@ def _at_once(work: Generator[None, None, Result]) -> Result:
 
 # -- what documents begin with --
 
-MIN_SHARED = 16
-"""Fewer tokens are computed again rather than shared: a segment of its own costs more than they do."""
+MIN_SAVED = 16
+"""A run that saves fewer tokens than this is computed again for each text that goes on from it: a segment of its own
+costs more than they do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,13 +213,13 @@ def _split(node: _Node, streams: Sequence[np.ndarray], key: tuple[bytes, ...], a
 
 
 def _without_short_ones(root: _Node) -> list[_Node]:
-    """All nodes, parents first; inner nodes of few tokens are dissolved into their children."""
+    """All nodes, parents first; inner nodes that save few tokens are dissolved into their children."""
     found: list[_Node] = []
     waiting = list(root.children.values())[::-1]
     while waiting:
         node = waiting.pop()
         children = list(node.children.values())
-        if children and node.end - node.start < MIN_SHARED:
+        if children and (node.end - node.start) * (len(children) - 1) < MIN_SAVED:
             for child in children:
                 child.start, child.parent = node.start, node.parent
             node.replacement = children[0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stretto.base.errors import DataError
 from stretto.orchestrator.batch import Cost, assign_rows, cost_of_model, pack, split_to_multiple
 from stretto.records.images import image_of
-from stretto.records.row_packing import PrefixTree, pack_rows
+from stretto.records.row_packing import MIN_SAVED, PrefixTree, pack_rows
 from stretto.records.sample import TrainSample
 
 SEQ_LEN = 64
@@ -295,7 +295,8 @@ def test_samples_that_begin_alike_are_packed_by_what_they_add(groups, world_size
         for micro in batch.micro_batches:
             assert len(micro.images) == 0 or len({image.hash for image in micro.images}) == 1
             tree = PrefixTree.of([[ids] for ids in np.split(micro.token_ids, micro.cu_seqlens[1:-1])])
-            assert tree.num_tokens <= SEQ_LEN
+            # A row with some of the samples of a tree may dissolve runs that save less for them.
+            assert tree.num_tokens < SEQ_LEN + MIN_SAVED * micro.num_samples
 
 
 def test_a_group_is_not_spread_over_rows():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stretto.records.row_packing import MIN_SHARED, PrefixTree
+from stretto.records.row_packing import MIN_SAVED, PrefixTree
 
 
 def conversations(seed: int, num: int = 30) -> list[np.ndarray]:
@@ -41,11 +41,12 @@ def test_documents_are_read_from_their_paths_and_share_all_but_short_runs(seed):
     for document, text in enumerate(texts):
         assert text_of(tree, texts, document) == text.tolist()
         assert (tree.lasts[document] < 0) == (len(text) == 0)
-    inner = np.unique(tree.parents[tree.parents >= 0])
-    assert (tree.ends - tree.starts)[inner].min(initial=MIN_SHARED) >= MIN_SHARED
+    inner, num_children = np.unique(tree.parents[tree.parents >= 0], return_counts=True)
+    saved = (tree.ends - tree.starts)[inner] * (num_children - 1)
+    assert saved.min(initial=MIN_SAVED) >= MIN_SAVED
     assert num_distinct(texts) <= tree.num_tokens <= sum(map(len, texts))
-    # Each place where texts part costs less than MIN_SHARED tokens for each text that goes on from there.
-    assert tree.num_tokens <= num_distinct(texts) + MIN_SHARED * len(texts)
+    # Each place where texts part costs less than MIN_SAVED tokens, and there are fewer places than texts.
+    assert tree.num_tokens <= num_distinct(texts) + MIN_SAVED * len(texts)
     used = {node for document in range(len(texts)) for node in tree.path(document)}
     assert used == set(range(len(tree.parents))), "no node is left over"
 
