@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from stretto.models.native.training import NativeAttention, find_training_kernels
 from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
@@ -28,6 +29,7 @@ from stretto.models.parts.mixers.documents import Documents
 from stretto.models.parts.mixers.key_choice import VisibleKeys, attend_chosen
 from stretto.models.parts.short_attention import AttentionCall, ShortAttention
 from stretto.models.parts.sinks import attend_with_sinks
+from stretto.models.parts.tree_kernel import attend_tree, build_mask
 from stretto.models.parts.windows import cut_segments
 from stretto.models.segments import SegmentTree
 
@@ -127,6 +129,10 @@ def _attend_in_calls(tree: SegmentTree, device: torch.device | None) -> Attend:
         return VisibleKeys.of(tree, device)
 
     @functools.cache
+    def mask(window: int | None, device: torch.device) -> BlockMask:
+        return build_mask(tree, window, device)
+
+    @functools.cache
     def plan(window: int | None) -> _CallPlan:
         return _CallPlan(_build_calls(tree, window, device), int(tree.bounds[-1]))
 
@@ -141,6 +147,8 @@ def _attend_in_calls(tree: SegmentTree, device: torch.device | None) -> Attend:
             and (kernels := find_training_kernels(q, k, v)) is not None
         ):
             return native(q, k, v, kernels)
+        if q.is_cuda and limits.sinks is None and (tree.parents >= 0).any():
+            return attend_tree(q, k, v, mask(limits.window, q.device))
         return plan(limits.window).attend(q, k, v, limits.sinks)
 
     return attend

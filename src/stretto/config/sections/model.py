@@ -264,7 +264,7 @@ class ModelSection(Section):
 
 
 def why_unshared(section: ModelSection, family: str) -> str | None:
-    """Why each sample is computed by itself in spite of shared_prefixes = "tree"; None: it is not, or "tree" is not set.
+    """Why samples are computed one by one in spite of shared_prefixes = "tree"; None: they are not, or it is not set.
 
     family: the `model_type` of `name`, "" if it is not known.
     """

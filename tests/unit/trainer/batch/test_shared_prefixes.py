@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from tiny import VOCAB, build_learner, build_policy, gradients, pack, with_streams
+from tiny import VOCAB, branches, build_learner, build_policy, gradients, pack, with_streams
 
 from stretto.algorithms.losses import UserFunctions
 from stretto.config.sections.algorithm import (
@@ -24,31 +24,6 @@ from stretto.trainer.batch.pass_inputs import build_pass_inputs
 from stretto.trainer.learner import Learner
 
 CPU = torch.device("cpu")
-
-
-def branches(seed: int = 0, *, width: int = 3, turns: int = 3, first_turns: int = 20) -> list[dict[str, np.ndarray]]:
-    """Samples of conversations that part after each turn: an observation, then a trained reply.
-
-    What they share is trained in all of them, with the log-probabilities and advantages of each.
-    """
-    rng = np.random.default_rng(seed)
-    turn = lambda: (rng.integers(0, VOCAB, first_turns + rng.integers(6)), rng.integers(0, VOCAB, 4 + rng.integers(9)))
-    paths = [[turn()] for _ in range(2)]
-    for _ in range(turns - 1):
-        paths = [[*path, turn()] for path in paths for _ in range(width - (rng.random() < 0.5))]
-    docs = []
-    for path in paths:
-        ids = np.concatenate([part for pair in path for part in pair]).astype(np.int32)
-        mask = np.concatenate([np.full(len(part), is_reply) for pair in path for is_reply, part in enumerate(pair)])
-        is_sampled = mask.astype(bool)
-        docs.append({
-            "token_ids": ids,
-            "loss_mask": is_sampled,
-            "logprobs": np.where(is_sampled, -3 * rng.random(len(ids)), 0).astype(np.float32),
-            "advantages": np.where(is_sampled, rng.standard_normal(len(ids)), 0).astype(np.float32),
-            "temperatures": np.full(len(ids), rng.choice([1.0, 1.0, 1.3]), dtype=np.float32),
-        })  # fmt: skip
-    return docs
 
 
 def run_step(mb, sharing: str, *, policy=None, **settings) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
