@@ -92,4 +92,5 @@ def _overlaps(tree: SegmentTree, segment: int) -> tuple[slice, Int[np.ndarray, "
 def _by_row(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """Per row of blocks: how many are chosen, and their numbers, the chosen ones first."""
     order = np.argsort(~blocks, axis=1, kind="stable")
-    return tuple(torch.from_numpy(x[None, None]).to(device, torch.int32) for x in (blocks.sum(1), order))
+    to_device = lambda x: torch.from_numpy(x[None, None]).to(device, torch.int32)
+    return to_device(blocks.sum(1)), to_device(order)

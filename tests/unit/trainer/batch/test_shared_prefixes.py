@@ -19,9 +19,12 @@ from stretto.config.sections.algorithm import (
     WeightsSection,
 )
 from stretto.config.sections.model import LoRASection, ModelSection
-from stretto.config.sections.trainer import ConstantScheduler, SgdOptim
+from stretto.config.sections.trainer import ConstantScheduler, CriticSection, SgdOptim, TrainerSection
+from stretto.models.value_head import with_value_head
 from stretto.trainer.batch.pass_inputs import build_pass_inputs
+from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
+from stretto.trainer.updates import Updates
 
 CPU = torch.device("cpu")
 
@@ -170,3 +173,35 @@ def test_models_with_a_state_compute_each_sample(family):
         build_policy(family=family), model=model, optim=SgdOptim(), scheduler=ConstantScheduler(), max_steps=None
     )
     assert learner.network.sharing == "off"
+
+
+def test_values_of_a_critic_are_those_of_samples_alone():
+    mb, found = pack(branches(6)), []
+    for sharing in ("tree", "off"):
+        network = with_value_head(build_policy(1))
+        network.lm_head.weight.data = torch.linspace(-0.5, 0.5, network.lm_head.weight.shape[1])[None]
+        model = ModelSection(dtype="float32", shared_prefixes=sharing)
+        critic = Critic(network, section=CriticSection(), model=model, optim=SgdOptim(lr=1e-3))
+        assert critic.network.sharing == sharing
+        values = critic.values([mb])[0]
+        returns = np.linspace(-1, 1, len(values)).astype(np.float32) * mb.loss_mask
+        critic.train([replace(mb, values=values, returns=returns)], 1)
+        found.append((values, {name: p.detach().clone() for name, p in network.named_parameters()}))
+    assert np.abs(found[1][0]).max() > 0.1
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=2e-6)
+    for name, weight in found[1][1].items():
+        torch.testing.assert_close(found[0][1][name], weight, atol=1e-6, rtol=1e-5)
+
+
+def test_parts_of_a_step_are_packed_by_what_they_share():
+    """Rows of two parts of a batch have no more tokens to compute than those of the batch."""
+    mb = pack(branches(7, width=4))
+    section = TrainerSection(updates_per_step=2)
+    learner = build_learner(optim=SgdOptim(lr=1e-3))
+    learner.network.sharing = "tree"
+    other = build_learner(optim=SgdOptim(lr=1e-3))
+    other.network.sharing = "off"
+    for each in (learner, other):
+        assert Updates(each, section).train([mb])["optim/updates"] == 2
+    for ours, theirs in zip(learner.policy.parameters(), other.policy.parameters()):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
