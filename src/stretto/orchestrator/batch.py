@@ -314,12 +314,14 @@ def _streams_of(samples: Sequence[TrainSample]) -> list[list[np.ndarray]]:
     choices = _merge_expert_choices(samples)
     parts = None if choices is None else np.split(choices, np.cumsum([len(s.token_ids) for s in samples])[:-1])
     numbers: dict[tuple[str, ...], int] = {}
+    has_images = any(sample.images for sample in samples)
     streams = [[sample.token_ids] for sample in samples]
     for index, (sample, found) in enumerate(zip(samples, streams)):
         if parts is not None:
             found.append(parts[index])
-        shown = numbers.setdefault(tuple(image.hash for image in sample.images), len(numbers))
-        found.append(np.full(len(sample.token_ids), shown, np.int32))
+        if has_images:
+            shown = numbers.setdefault(tuple(image.hash for image in sample.images), len(numbers))
+            found.append(np.full(len(sample.token_ids), shown, np.int32))
     return streams
 
 
