@@ -74,6 +74,31 @@ def documents(seed: int = 0, *, num_groups: int = 3, group_size: int = 4) -> lis
     return out
 
 
+def branches(seed: int = 0, *, width: int = 3, turns: int = 3, first_turns: int = 20) -> list[dict[str, np.ndarray]]:
+    """Samples of conversations that part after each turn: an observation, then a trained reply.
+
+    What they share is trained in all of them, with the log-probabilities and advantages of each.
+    """
+    rng = np.random.default_rng(seed)
+    turn = lambda: (rng.integers(0, VOCAB, first_turns + rng.integers(6)), rng.integers(0, VOCAB, 4 + rng.integers(9)))
+    paths = [[turn()] for _ in range(2)]
+    for _ in range(turns - 1):
+        paths = [[*path, turn()] for path in paths for _ in range(width - (rng.random() < 0.5))]
+    docs = []
+    for path in paths:
+        ids = np.concatenate([part for pair in path for part in pair]).astype(np.int32)
+        mask = np.concatenate([np.full(len(part), is_reply) for pair in path for is_reply, part in enumerate(pair)])
+        is_sampled = mask.astype(bool)
+        docs.append({
+            "token_ids": ids,
+            "loss_mask": is_sampled,
+            "logprobs": np.where(is_sampled, -3 * rng.random(len(ids)), 0).astype(np.float32),
+            "advantages": np.where(is_sampled, rng.standard_normal(len(ids)), 0).astype(np.float32),
+            "temperatures": np.full(len(ids), rng.choice([1.0, 1.0, 1.3]), dtype=np.float32),
+        })  # fmt: skip
+    return docs
+
+
 def pack(docs: list[dict[str, np.ndarray]], *, padding: int = 0, envs: list[str] | None = None) -> MicroBatch:
     """One micro batch of these documents, in order, and a last document that trains nothing."""
     streams = {name: [d[name] for d in docs] for name in docs[0]}

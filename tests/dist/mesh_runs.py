@@ -19,7 +19,7 @@ from cases.mixers import MIXER_CASES
 from cases.vision import build_vision_policy, image_batches
 from msgspec.structs import replace
 from ranks import gather_anything
-from tiny import VOCAB, build_policy, documents, pack, with_streams
+from tiny import VOCAB, branches, build_policy, documents, pack, with_streams
 
 from stretto.config.sections.algorithm import GaeAdvantages
 from stretto.config.sections.model import LoRASection, ModelSection, VisionSection
@@ -127,6 +127,7 @@ def _cases() -> list[Case]:
         *_vision_cases(),
         *_lora_cases(),
         *_split_cases(),
+        *_tree_cases(),
         Case(2, "fsdp", "fp8"),
         Case(2, "fsdp", "muon"),
         Case(2, "tp", "muon", {"tp": 2}),
@@ -148,6 +149,21 @@ def _cases() -> list[Case]:
         Case(2, "ring", "ppo", {"cp": 2, "cp_style": "ring"}),
         Case(4, "hsdp_tp", "ppo", {"dp_replicate": 2, "tp": 2}),
         Case(4, "ulysses", "ppo", {"cp": 2}),
+    ]
+
+
+def _tree_cases() -> list[Case]:
+    """Samples that begin alike, computed once; on a ring each by itself. One rank computes only their prompts once."""
+    tree, ring = {"shared_prefixes": "tree"}, {"cp": 2, "cp_style": "ring"}
+    return [
+        Case(2, "tree_fsdp", "branches", tree),
+        Case(2, "tree_ulysses", "branches", tree | {"cp": 2}),
+        Case(2, "tree_ring", "branches", tree | ring),
+        Case(2, "tree_tp", "branches", tree | {"tp": 2}),
+        Case(2, "tree_split_ac", "branches", tree | {"tp": 2, "sequence_parallel": True, "ac": {}}),
+        Case(2, "tree_ep", "replay_branches_moe", tree | {"ep": 2}),
+        Case(4, "tree_ep_ulysses", "replay_branches_moe", tree | {"ep": 2, "cp": 2}),
+        Case(4, "tree_tp_ulysses", "branches", tree | {"tp": 2, "cp": 2}),
     ]
 
 
@@ -302,6 +318,7 @@ QUICK = frozenset(
     4-ep_ring_ac-glm_moe_dsa-shared-choices-biases
     4-hsdp_tp-ppo 4-hsdp_ulysses-dense 4-tp_ulysses-untied 4-hsdp_ep-moe 4-ep4_ring-replay 4-ep_tp-lora_moe
     4-fsdp-muon_odd
+    2-tree_ulysses-branches 2-tree_split_ac-branches 2-tree_ep-replay_branches_moe
     2-split-dense 2-split_parts-dense 2-split_ep-replay 4-split_ep4-moe 4-split_ulysses-untied
     """.split()  # noqa: SIM905
 )
@@ -318,6 +335,8 @@ def batches(kind: str) -> list[list]:
     steps = []
     for step in range(NUM_STEPS):
         docs = documents(seed=step, num_groups=2, group_size=3)
+        if kind.endswith(("branches", "branches_moe")):
+            docs = branches(step, width=4, turns=2)
         micro_batches = [pack(docs[:1]), pack(docs[1:4]), pack(docs[4:])]
         micro_batches = [_with_ages(mb, step, seed) for seed, mb in enumerate(micro_batches)]
         if step == 1:  # all that the second of two ranks has is without a signal, and it updates with the others
@@ -381,7 +400,7 @@ def policy_of(kind: str):
     if kind not in VISION:
         kind = kind.removeprefix("replay_")
     match kind:
-        case "dense" | "cut" | "ppo" | "muon" | "fp8" | "lora":
+        case "dense" | "cut" | "ppo" | "muon" | "fp8" | "lora" | "branches":
             return build_policy(**SHAPE)
         case "muon_odd":
             return build_policy(**SHAPE | {"intermediate_size": 70})

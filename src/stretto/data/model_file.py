@@ -86,6 +86,15 @@ def has_own_family(name: str) -> bool:
         return True  # the process that loads the model says what is wrong with it
 
 
+def find_family(name: str) -> str:
+    """The family of a model; "" if its config.json is missing or cannot be read."""
+    directory = find_config(name)
+    try:
+        return "" if directory is None else ModelFile.read(directory).family
+    except ConfigError:
+        return ""
+
+
 def is_classifier(name: str) -> bool:
     """Whether a model gives labels of a text; False if its config.json is missing or cannot be read."""
     directory = find_config(name)

@@ -1,10 +1,10 @@
 """Causal attention within packed documents: the `Attend` (parts/mixers/attend.py) that the trainer uses.
 
-Documents never see each other. A segment may continue another one, its prefix: the samples of a group share their
-prompt, which is then computed once and attended to by all. Segments of about the same shape share one batched call
-(`AttentionCall`); short ones are padded by a few tokens, so that a few calls per layer are enough for any mix of
-lengths. For float32 on a CPU, calls with few keys are matrix products (parts/short_attention.py). The slow reference,
-one mask over the whole row, is in the tests.
+Documents never see each other. A segment may continue another one (segments.py): samples that begin alike share what
+they begin with, which is then computed once and attended to by all. Segments of about the same shape share one
+batched call (`AttentionCall`); short ones are padded by a few tokens, so that a few calls per layer are enough for any
+mix of lengths. For float32 on a CPU, calls with few keys are matrix products (parts/short_attention.py). The slow
+reference, one mask over the whole row, is in the tests.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from stretto.models.native.training import NativeAttention, find_training_kernels
 from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
@@ -28,7 +29,9 @@ from stretto.models.parts.mixers.documents import Documents
 from stretto.models.parts.mixers.key_choice import VisibleKeys, attend_chosen
 from stretto.models.parts.short_attention import AttentionCall, ShortAttention
 from stretto.models.parts.sinks import attend_with_sinks
+from stretto.models.parts.tree_kernel import attend_tree, build_mask
 from stretto.models.parts.windows import cut_segments
+from stretto.models.segments import SegmentTree
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -48,8 +51,8 @@ MAX_SHORT_KEYS = 64
 class PackedLayout:
     """Segments of a row: segment s is tokens cu_seqlens[s]:cu_seqlens[s + 1].
 
-    Without `parents` each segment is a document; with them segment s continues segment parents[s], or starts a
-    document if that is -1. A parent has no parent itself.
+    Without `parents` each segment is a document; with them segment s continues segment parents[s], which stands before
+    it, or starts a document if that is -1.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -63,6 +66,11 @@ class PackedLayout:
         """True if a segment continues another one."""
         return self.parents is not None and any(parent >= 0 for parent in self.parents)
 
+    @cached_property
+    def tree(self) -> SegmentTree:
+        """These segments, for what needs more than their bounds."""
+        return SegmentTree.of(self.cu_seqlens, self.parents)
+
     @property
     def rotations(self) -> Int[Tensor, "*axes tokens"]:
         """The positions by which queries and keys are rotated: of tokens, or of images too."""
@@ -71,13 +79,8 @@ class PackedLayout:
     @cached_property
     def position_ids(self) -> Int[Tensor, " tokens"]:
         """Position of every token in its document."""
-        bounds = np.asarray(self.cu_seqlens)
-        lengths = np.diff(bounds)
-        offsets = -bounds[:-1]
-        if self.parents is not None:
-            parents = np.asarray(self.parents)
-            offsets = offsets + np.where(parents >= 0, lengths[parents], 0)
-        positions = np.arange(bounds[-1]) + np.repeat(offsets, lengths)
+        tree = self.tree
+        positions = np.arange(tree.bounds[-1]) + np.repeat(tree.prefixes - tree.bounds[:-1], tree.lengths)
         return torch.from_numpy(positions).to(self.device)
 
     @cached_property
@@ -89,9 +92,9 @@ class PackedLayout:
     @cached_property
     def attend(self) -> Attend:
         """Attention over these segments."""
-        if self.parents is None or not self.has_parents:
+        if not self.has_parents:
             return packed_attention(self.cu_seqlens, self.device)
-        return prefix_attention(self.cu_seqlens, self.parents, self.device)
+        return _attend_in_calls(self.tree, self.device)
 
 
 def packed_attention(
@@ -99,7 +102,7 @@ def packed_attention(
 ) -> Attend:
     """An `Attend` over documents with these bounds (0, end of the first, ..., number of tokens)."""
     bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(b) for b in cu_seqlens]
-    in_calls = _attend_in_calls(bounds, [-1] * (len(bounds) - 1), device)
+    in_calls = _attend_in_calls(SegmentTree.of(bounds), device)
     longest = max((b - a for a, b in pairwise(bounds)), default=0)
 
     @functools.cache
@@ -114,29 +117,24 @@ def packed_attention(
     return attend
 
 
-def prefix_attention(
-    cu_seqlens: tuple[int, ...], parents: tuple[int, ...], device: torch.device | None = None
-) -> Attend:
-    """An `Attend` where segments with a parent also see all of it (PackedLayout)."""
-    assert all(parents[parent] < 0 for parent in parents if parent >= 0), "a parent must be a root"
-    return _attend_in_calls(cu_seqlens, parents, device)
-
-
 # -- calls: segments of about the same shape together --
 
 
-def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torch.device | None) -> Attend:
+def _attend_in_calls(tree: SegmentTree, device: torch.device | None) -> Attend:
     """An `Attend` over all segments, with one call per shape."""
-    ends, parents_of = np.asarray(bounds, np.int64), np.asarray(parents, np.int64)
-    native = NativeAttention(ends, parents_of)
+    native = NativeAttention(tree)
 
     @functools.cache
     def visible(device: torch.device) -> VisibleKeys:
-        return VisibleKeys.of(bounds, parents, device)
+        return VisibleKeys.of(tree, device)
+
+    @functools.cache
+    def mask(window: int | None, device: torch.device) -> BlockMask:
+        return build_mask(tree, window, device)
 
     @functools.cache
     def plan(window: int | None) -> _CallPlan:
-        return _CallPlan(_build_calls(ends, parents_of, window, device), int(ends[-1]))
+        return _CallPlan(_build_calls(tree, window, device), int(tree.bounds[-1]))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         if limits.keys is not None:
@@ -149,23 +147,18 @@ def _attend_in_calls(bounds: Sequence[int], parents: Sequence[int], device: torc
             and (kernels := find_training_kernels(q, k, v)) is not None
         ):
             return native(q, k, v, kernels)
+        if q.is_cuda and limits.sinks is None and (tree.parents >= 0).any():
+            return attend_tree(q, k, v, mask(limits.window, q.device))
         return plan(limits.window).attend(q, k, v, limits.sinks)
 
     return attend
 
 
-def _build_calls(
-    ends: np.ndarray, parents: np.ndarray, window: int | None, device: torch.device | None
-) -> list[AttentionCall]:
+def _build_calls(tree: SegmentTree, window: int | None, device: torch.device | None) -> list[AttentionCall]:
     """The calls of layers with this window, by which only longer documents are cut."""
-    lengths = np.diff(ends)
-    if len(lengths) == 0:
-        return []
-    longest = int((lengths + np.where(parents >= 0, lengths[parents], 0)).max())
-    if window is None or longest <= window:
-        groups = _group_by_shape(ends, parents)
-        return [_build_call(ends, parents, segments, device) for segments in groups]
-    return cut_segments(ends, parents, window, PAD_STEP, device)
+    if window is None or tree.longest <= window:
+        return [_build_call(tree, segments, device) for segments in _group_by_shape(tree)]
+    return cut_segments(tree, window, PAD_STEP, device)
 
 
 class _CallPlan:
@@ -213,10 +206,9 @@ def _result_index(calls: Sequence[AttentionCall], num_rows: int, start: int) -> 
     return None if is_in_order else index
 
 
-def _group_by_shape(bounds: np.ndarray, parents: np.ndarray) -> list[np.ndarray]:
+def _group_by_shape(tree: SegmentTree) -> list[np.ndarray]:
     """Groups of segments that share a call, without empty segments."""
-    lengths = np.diff(bounds)
-    prefixes = np.where(parents >= 0, lengths[parents], 0) if len(parents) else lengths
+    lengths, prefixes = tree.lengths, tree.prefixes
     is_padded = lengths + prefixes <= MAX_PADDED_KEYS
     shapes = np.stack((lengths, prefixes), 1)
     shapes = np.where(is_padded[:, None], -(-shapes // PAD_STEP) * PAD_STEP, shapes)
@@ -226,21 +218,18 @@ def _group_by_shape(bounds: np.ndarray, parents: np.ndarray) -> list[np.ndarray]
     return [np.array(segments) for segments in groups.values()]
 
 
-def _build_call(
-    bounds: np.ndarray, parents: np.ndarray, segments: np.ndarray, device: torch.device | None
-) -> AttentionCall:
+def _build_call(tree: SegmentTree, segments: np.ndarray, device: torch.device | None) -> AttentionCall:
     """The call for these segments, padded to the longest of them.
 
     A segment's keys are those of its prefix, then those of the segment; both are padded at the end. The bias hides the
     padding of a prefix; the padding of a segment comes after all of its queries, so causality hides it.
     """
-    lengths = np.diff(bounds)
-    rows, is_real = _padded_rows(bounds[segments], lengths[segments])
+    rows, is_real = _padded_rows(tree.bounds[segments], tree.lengths[segments])
     is_contiguous = bool(is_real.all() and (np.diff(rows.ravel()) == 1).all())
     queries = torch.from_numpy(rows).to(device)
     keys, bias = queries, None
-    if parents[segments[0]] >= 0:
-        prefix, is_prefix = _padded_rows(bounds[parents[segments]], lengths[parents[segments]])
+    if tree.prefixes[segments].any():
+        prefix, is_prefix = _padded_prefixes(tree, segments)
         keys = torch.from_numpy(np.concatenate((prefix, rows), axis=1)).to(device)
         if not is_prefix.all():
             num = rows.shape[1]
@@ -262,6 +251,17 @@ def _padded_rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, n
     offsets = np.arange(lengths.max())
     is_real = offsets < lengths[:, None]
     return starts[:, None] + np.where(is_real, offsets, 0), is_real
+
+
+def _padded_prefixes(tree: SegmentTree, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same for the tokens of the segments' ancestors."""
+    counts = tree.prefixes[segments]
+    is_real = np.arange(counts.max()) < counts[:, None]
+    rows = np.empty(is_real.shape, np.int64)
+    for row, segment in zip(rows, segments.tolist()):
+        seen = tree.prefix_rows(segment)
+        row[: len(seen)], row[len(seen) :] = seen, seen[0] if len(seen) else tree.bounds[segment]
+    return rows, is_real
 
 
 def _run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:

@@ -23,9 +23,11 @@ import numpy as np
 
 from stretto.algorithms.credit import whiten
 from stretto.base.errors import DataError
+from stretto.config.sections.model import ModelSection, why_unshared
+from stretto.data.model_file import find_family
 from stretto.records.alternatives import concat_alternatives
 from stretto.records.rollout import Branch, Group, Rollout
-from stretto.records.row_packing import first_fit_decreasing
+from stretto.records.row_packing import PrefixTree, first_fit_decreasing, pack_by_prefix
 from stretto.records.sample import ImageFields, MicroBatch, TrainBatch, TrainSample, images_by_document
 from stretto.records.support import Support, concat_supports
 
@@ -245,6 +247,11 @@ def cost_of_model(model_dir: str | Path) -> Cost:
     )
 
 
+def packs_prefixes(model: ModelSection) -> bool:
+    """Whether samples are packed by what they begin with, because the trainer computes that once."""
+    return model.shared_prefixes == "tree" and why_unshared(model, find_family(model.name)) is None
+
+
 def pack(
     samples: Sequence[TrainSample],
     *,
@@ -254,11 +261,13 @@ def pack(
     world_size: int = 1,
     cost: Cost | None = None,
     max_patches: int | None = None,
+    shares_prefixes: bool = False,
 ) -> Generator[None, None, list[TrainBatch]]:
     """Pack the batches of `step` for `world_size` ranks; yields wherever other tasks may run.
 
     row_tokens: most tokens of a row, None: seq_len; a sample with more has a row of its own. max_patches: the same for
-    patches of images.
+    patches of images. shares_prefixes: samples that begin alike stand in one row as far as they fit, and what they have
+    in common counts once.
 
     Raises: DataError if a sample is longer than seq_len.
     """
@@ -271,11 +280,17 @@ def pack(
             "raise seq_len or shorten the replies."
         )
     images = [{image.hash: image.num_patches for image in sample.images} for sample in samples]
-    rows = yield from first_fit_decreasing(lengths, row_tokens or seq_len, images if any(images) else (), max_patches)
+    shown = images if any(images) else ()
     costs = cost.of(lengths)
-    if any(images):
+    if shares_prefixes:
+        tree = yield from PrefixTree.build(_streams_of(samples))
+        rows, own = yield from pack_by_prefix(tree, lengths, row_tokens or seq_len, shown, max_patches)
+        costs -= cost.of(lengths - own)
+    else:
+        rows = yield from first_fit_decreasing(lengths, row_tokens or seq_len, shown, max_patches)
+    if shown:
         costs += [cost.patches * sum(patches.values()) for patches in images]
-    rows, row_costs = yield from split_to_multiple(rows, costs, world_size)
+    rows, row_costs = yield from split_to_multiple(rows, costs, world_size, keeps_order=shares_prefixes)
     ranks = yield from assign_rows(row_costs, world_size)
     num_micro = max((len(rank) for rank in ranks), default=0)
     streams = [name for name in STREAM_DEFAULTS if any(getattr(s, name) is not None for s in samples)]
@@ -291,12 +306,32 @@ def pack(
     return batches
 
 
+def _streams_of(samples: Sequence[TrainSample]) -> list[list[np.ndarray]]:
+    """Per sample, what must be equal where samples share tokens: tokens, recorded experts, images.
+
+    Images are compared all at once: samples share tokens only if all their images are the same.
+    """
+    choices = _merge_expert_choices(samples)
+    parts = None if choices is None else np.split(choices, np.cumsum([len(s.token_ids) for s in samples])[:-1])
+    numbers: dict[tuple[str, ...], int] = {}
+    has_images = any(sample.images for sample in samples)
+    streams = [[sample.token_ids] for sample in samples]
+    for index, (sample, found) in enumerate(zip(samples, streams)):
+        if parts is not None:
+            found.append(parts[index])
+        if has_images:
+            shown = numbers.setdefault(tuple(image.hash for image in sample.images), len(numbers))
+            found.append(np.full(len(sample.token_ids), shown, np.int32))
+    return streams
+
+
 def split_to_multiple(
-    given: Sequence[Sequence[int]], costs: Float[np.ndarray, " samples"], multiple: int
+    given: Sequence[Sequence[int]], costs: Float[np.ndarray, " samples"], multiple: int, *, keeps_order: bool = False
 ) -> Generator[None, None, tuple[list[list[int]], list[float]]]:
     """Split the most expensive of the given rows until their number is a multiple of `multiple`, if possible.
 
-    Rows of one sample are not split. Returns the rows and their costs.
+    Rows of one sample are not split. keeps_order: samples that are neighbours stay together. Returns the rows and their
+    costs.
     """
     rows, row_costs = [list(row) for row in given], []  # ours to change
     for row in rows:
@@ -306,7 +341,7 @@ def split_to_multiple(
     heapq.heapify(by_cost)
     while len(rows) % multiple and by_cost:
         _, largest = heapq.heappop(by_cost)
-        halves = _halves(rows[largest], costs)
+        halves = _cut_in_half(rows[largest], costs) if keeps_order else _halves(rows[largest], costs)
         rows[largest] = halves[0]
         rows.append(halves[1])
         row_costs.append(0.0)
@@ -327,6 +362,13 @@ def _halves(row: Sequence[int], costs: Float[np.ndarray, " samples"]) -> tuple[l
         halves[lighter].append(index)
         totals[lighter] += costs[index]
     return halves
+
+
+def _cut_in_half(row: Sequence[int], costs: Float[np.ndarray, " samples"]) -> tuple[list[int], list[int]]:
+    """Cut a row where its two parts cost about the same."""
+    sums = np.cumsum(costs[list(row)])
+    middle = int(np.abs(sums[:-1] - sums[-1] / 2).argmin()) + 1
+    return list(row[:middle]), list(row[middle:])
 
 
 def assign_rows(row_costs: Sequence[float], world_size: int) -> Generator[None, None, list[list[int]]]:

@@ -139,7 +139,8 @@ class CriticProcess:
                 ]
             )
         # The samples of each policy rank are split separately, as on the policy's ranks: updates are then the same.
-        parts = [parts_of_step(own_values, self.cfg, step, targets[0].num_updates) for own_values in by_policy]
+        num_updates, shares = targets[0].num_updates, self.critic.network.sharing == "tree"
+        parts = [parts_of_step(own, self.cfg, step, num_updates, shares_prefixes=shares) for own in by_policy]
         for of_each in zip(*parts):
             self.critic.train([mb for part in of_each for mb in part], step)
         if self.saver is not None:

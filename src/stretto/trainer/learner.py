@@ -178,11 +178,12 @@ class Learner:
         self.mesh = self.network.mesh
         self._index_coeff = model.indexer_kl_coeff
         if self._index_coeff is not None:  # the loss of an index is a mean over all tokens of all documents
-            self.network.shares_prefixes = False
+            self.network.sharing = "off"
         self._publication = Publication(self.network.weights)
         if reference is not None:
             apply_fp8(reference, model)
-            self.network.shares_prefixes &= reference.shares_prefixes
+            if not reference.shares_prefixes:
+                self.network.sharing = "off"
             if self.mesh.world_size > 1:
                 parallelise(reference, self.mesh, model)
         self.user = UserFunctions()
@@ -361,9 +362,7 @@ class Learner:
         if (vision := self.network.vision) is not None:
             is_scored &= mb.token_ids != vision.image_token_id
         out = np.zeros((2, len(mb.token_ids)), dtype=np.float32)
-        inputs = self.network.build_inputs(
-            mb, is_scored=is_scored, share_prefixes=False, with_routes=self._is_replaying
-        )
+        inputs = self.network.build_inputs(mb, is_scored=is_scored, sharing="off", with_routes=self._is_replaying)
         if inputs is not None:
             for stream, values in zip(out, self._logprobs(inputs)):
                 stream[inputs.sources] = values.cpu().numpy()

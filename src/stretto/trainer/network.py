@@ -38,7 +38,7 @@ from stretto.trainer.optim.build import (
 )
 from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.precision import apply_fp8
-from stretto.trainer.parallel.scores import shares_prefixes
+from stretto.trainer.parallel.scores import sharing_of
 from stretto.trainer.parallel.shard import parallelise
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo, add_prefix, check_same_model, select_prefix
@@ -92,13 +92,13 @@ class Network:
         else:
             self.weights = parallelise(module, self.mesh, model)
         self.optimizer = build_optimizer(self.weights, optim, offloads_state=model.optim_cpu_offload)
-        self.shares_prefixes = shares_prefixes(module, self.mesh, model)
+        self.sharing = sharing_of(module, self.mesh, model)
 
     # -- passes --
 
     def build_inputs(self, mb: MicroBatch, **how: Unpack[PassOptions]) -> PassInputs | None:
         """`build_pass_inputs` for this network."""
-        how = {"share_prefixes": self.shares_prefixes, "vision": self.vision, **how}
+        how = {"sharing": self.sharing, "vision": self.vision, **how}
         return build_pass_inputs(mb, self.module.config.vocab_size, self.mesh.device, **how)
 
     def count_passes(

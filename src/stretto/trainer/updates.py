@@ -22,7 +22,7 @@ from stretto.algorithms.credit import whiten
 from stretto.config.sections.algorithm import Advantages, GaeAdvantages, ReturnsAdvantages
 from stretto.config.sections.trainer import TrainerSection
 from stretto.records.alternatives import concat_alternatives
-from stretto.records.row_packing import pack_rows
+from stretto.records.row_packing import PrefixTree, pack_rows, pack_tree
 from stretto.records.sample import MicroBatch, images_by_document
 from stretto.records.support import concat_supports
 from stretto.records.token_counts import find_documents
@@ -79,7 +79,9 @@ class Updates:
         if self.critic is not None:
             self.critic.start_updates(micro_batches, num_updates)
         is_critic_only = section.critic is not None and step <= section.critic.num_critic_only_steps
-        for number, part in enumerate(parts_of_step(micro_batches, section, step, num_updates)):
+        shares = learner.network.sharing == "tree"
+        parts = parts_of_step(micro_batches, section, step, num_updates, shares_prefixes=shares)
+        for number, part in enumerate(parts):
             if self.critic is not None:
                 self.critic.train(part, step)
             if not is_critic_only:
@@ -134,9 +136,14 @@ class Updates:
 
 
 def parts_of_step(
-    micro_batches: Sequence[MicroBatch], section: TrainerSection, step: int, num_updates: int
+    micro_batches: Sequence[MicroBatch],
+    section: TrainerSection,
+    step: int,
+    num_updates: int,
+    *,
+    shares_prefixes: bool = False,
 ) -> Iterator[list[MicroBatch]]:
-    """The micro batches of each update of a step, on one rank."""
+    """The micro batches of each update of a step, on one rank; shares_prefixes as in `split_samples`."""
     if num_updates == section.epochs_per_step == section.updates_per_step == 1:
         yield list(micro_batches)
         return
@@ -144,7 +151,7 @@ def parts_of_step(
         order = None
         if section.epochs_per_step > 1:
             order = np.random.default_rng((section.seed, step, epoch))
-        yield from split_samples(micro_batches, num_updates, order)
+        yield from split_samples(micro_batches, num_updates, order, shares_prefixes=shares_prefixes)
 
 
 def _with_trainer_logprobs(mb: MicroBatch, computed: Float[np.ndarray, " tokens"], *, is_old: bool) -> MicroBatch:
@@ -229,23 +236,50 @@ def _replace_streams(
 
 
 def split_samples(
-    micro_batches: Sequence[MicroBatch], num_parts: int, order: np.random.Generator | None = None
+    micro_batches: Sequence[MicroBatch],
+    num_parts: int,
+    order: np.random.Generator | None = None,
+    *,
+    shares_prefixes: bool = False,
 ) -> list[list[MicroBatch]]:
     """Split samples into num_parts batches of rows, none longer than the longest given.
 
     Sample i goes to part i % num_parts, in the order given or shuffled by `order`. Packing puts long samples first, so
-    the parts are about equal. Padding is dropped.
+    the parts are about equal. Padding is dropped. shares_prefixes: tokens that samples of a row begin with alike count
+    once in its length, as they are computed once.
     """
     samples = [(mb, document) for mb in micro_batches for document in range(mb.num_samples)]
     if order is not None:
         samples = [samples[i] for i in order.permutation(len(samples))]
-    max_tokens = max((mb.num_tokens for mb in micro_batches), default=0)
-    return [_pack_samples(samples[part::num_parts], max_tokens) for part in range(num_parts)]
+    if shares_prefixes:
+        sizes = [_tree_of([(mb, document) for document in range(mb.num_samples)]).num_tokens for mb in micro_batches]
+    else:
+        sizes = [mb.num_tokens for mb in micro_batches]
+    parts = [samples[part::num_parts] for part in range(num_parts)]
+    return [_pack_samples(part, max(sizes, default=0), shares_prefixes=shares_prefixes) for part in parts]
 
 
-def _pack_samples(samples: Sequence[tuple[MicroBatch, int]], max_tokens: int) -> list[MicroBatch]:
+def _tree_of(samples: Sequence[tuple[MicroBatch, int]]) -> PrefixTree:
+    """What samples begin with: tokens, recorded experts, and all images of a sample together."""
+    found = []
+    numbers: dict[tuple[str, ...], int] = {}
+    for mb, document in samples:
+        place = slice(int(mb.cu_seqlens[document]), int(mb.cu_seqlens[document + 1]))
+        shown = tuple(image.hash for image in mb.images_of(document))
+        number = np.full(place.stop - place.start, numbers.setdefault(shown, len(numbers)), np.int32)
+        routes = [] if mb.routed_experts is None else [mb.routed_experts[place]]
+        found.append([mb.token_ids[place], number, *routes])
+    return PrefixTree.of(found)
+
+
+def _pack_samples(
+    samples: Sequence[tuple[MicroBatch, int]], max_tokens: int, *, shares_prefixes: bool
+) -> list[MicroBatch]:
     lengths = np.array([mb.cu_seqlens[d + 1] - mb.cu_seqlens[d] for mb, d in samples], np.int64)
-    rows = pack_rows(lengths, max_tokens)
+    if shares_prefixes:
+        rows = pack_tree(_tree_of(samples), lengths, max_tokens)
+    else:
+        rows = pack_rows(lengths, max_tokens)
     return [_merge_documents([samples[i] for i in row]) for row in rows]
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import random
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,9 +20,11 @@ import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.envs.base import LimitReached, Message, RolloutResult, SingleTurnEnv, Split, TaskSource
+from stretto.orchestrator.batch import packs_prefixes
 from stretto.records.control import Bye, Register, StepDone, Stop, VersionReady
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.records.rollout import Task
+from stretto.records.row_packing import PrefixTree
 from stretto.records.sample import TrainBatch
 from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.control import Event
@@ -77,6 +81,7 @@ class SimulatedEngine:
         self.busy_s = self.idle_s = self.reading_s = self.loading_s = 0.0
         self.preemptions = 0
         self._rng = random.Random(seed)
+        self._replies = itertools.count(1)
         self._waiting: deque[Reading] = deque()
         self._running: list[Reply] = []  # a heap
         self._written = self._offsets = 0.0
@@ -137,7 +142,7 @@ class SimulatedEngine:
         split = units if first == self.version else max(1, units // 2)
         spans = [VersionSpan(first, 0, split), VersionSpan(self.version, split, units)]
         return Completion(
-            token_ids=np.zeros(units, np.int32),
+            token_ids=np.full(units, next(self._replies), np.int32),
             logprobs=np.zeros(units, np.float32),
             finish_reason="length" if units >= limit else "stop",
             versions=tuple(span for span in spans if span.end > span.start),
@@ -330,6 +335,7 @@ class SimulatedTrainer:
     ) -> None:
         self.costs, self.cores, self.orchestrator = costs, cores, orchestrator
         self.max_steps, self.ranks, self.scale = max_steps, ranks, scale
+        self._shares_prefixes = packs_prefixes(costs.setup.rl.model)
         self.steps: list[SimulatedStep] = []
         self.ended = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -367,19 +373,26 @@ class SimulatedTrainer:
             self._emit(StepDone(step=step, metrics={}, num_tokens=1, time_s=trained - began, wait_s=wait_s))
             await self.cores.work(self.costs.publish_s)
             self._emit(VersionReady(manifest=manifest(step)))
-            tokens = sum(tokens for each in rows for tokens, _ in each)
+            tokens = self.scale * sum(float(row.cu_seqlens[-1]) for each in batch for row in each.micro_batches)
             self.steps.append(SimulatedStep(step, wait_s, trained - received, now() - trained, now(), tokens))
             self.ended.set()
         for rank in range(self.ranks):
             self._events.put_nowait(Event(rank, Bye()))
 
     def _rows(self, batch: TrainBatch) -> list[tuple[float, float]]:
-        """(tokens, mean keys of a token) of every row; a prompt that occurs several times counts each time."""
+        """(tokens, mean keys of a token) of every row.
+
+        What samples begin with alike counts once if the trainer shares all of it, else each time.
+        """
         found = []
         for row in batch.micro_batches:
-            lengths = np.diff(row.cu_seqlens) * self.scale
-            tokens = float(lengths.sum())
-            found.append((tokens, float((lengths**2).sum() / 2 / max(tokens, 1.0))))
+            starts, ends = np.zeros(len(row.cu_seqlens) - 1), np.diff(row.cu_seqlens)
+            if self._shares_prefixes:
+                tree = PrefixTree.of([[ids] for ids in np.split(row.token_ids, row.cu_seqlens[1:-1])])
+                starts, ends = tree.starts, tree.ends
+            starts, ends = starts * self.scale, ends * self.scale
+            tokens = float((ends - starts).sum())
+            found.append((tokens, float((ends**2 - starts**2).sum() / 2 / max(tokens, 1.0))))
         return found
 
     def _emit(self, message: Any) -> None:
@@ -397,7 +410,10 @@ def manifest(version: int) -> WeightManifest:
 
 
 class UnitRenderer:
-    """A renderer without text: the content of a message is its number of tokens, in units."""
+    """A renderer without text: the content of a message is its number of tokens, in units, and which token they are.
+
+    Samples then begin alike as those of a run do: by the prompt of their task, and by the replies before.
+    """
 
     stop_ids = (1,)
     image_token_id = None
@@ -409,20 +425,25 @@ class UnitRenderer:
     def check_images(self, token_ids: Any, images: Any, where: str = "") -> None: ...
 
     def render_prompt(self, messages: Sequence[Message], tools: Any = None) -> np.ndarray:
-        return np.zeros(max(1, sum(int(message["content"]) for message in messages)), np.int32)
+        return np.concatenate([_tokens_of(message) for message in messages])
 
     def extend(
         self, prompt: np.ndarray, completion: np.ndarray, history: Any, new: Sequence[Message], tools: Any = None
     ) -> np.ndarray:
-        return np.zeros(len(prompt) + len(completion) + sum(int(m["content"]) for m in new), np.int32)
+        return np.concatenate((prompt, completion, *map(_tokens_of, new)), dtype=np.int32)
 
     def parse(self, completion: np.ndarray, prompt: Any = None, tools: Any = None) -> Message:
-        return {"role": "assistant", "content": str(len(completion))}
+        return {"role": "assistant", "content": f"{len(completion)} {completion[0] if len(completion) else 0}"}
 
     def decode(self, token_ids: Any) -> str:
         return ""
 
     readable = decode
+
+
+def _tokens_of(message: Message) -> np.ndarray:
+    units, token = map(int, message["content"].split())
+    return np.full(units, token, np.int32)
 
 
 @dataclass(eq=False)
@@ -461,7 +482,8 @@ class Tasks:
 
     def prompt(self, task: Task) -> list[Message]:
         self._began[task.task_id] = asyncio.get_running_loop().time()
-        return [{"role": "user", "content": str(task.data["units"])}]
+        token = zlib.crc32(f"{self.name}/{task.task_id}".encode()) >> 1
+        return [{"role": "user", "content": f"{task.data['units']} {token}"}]
 
     def reward(self, task: Task) -> float:
         """Different for every rollout of a task with signal."""
@@ -501,7 +523,7 @@ class SeveralTurns(Tasks):
                 break
             await asyncio.sleep(self.workload.turn_wait_s.draw(self.rng))
             units = round(self.workload.observation_tokens.draw(self.rng) / self.scale)
-            messages.append({"role": "user", "content": str(max(1, units))})
+            messages.append({"role": "user", "content": f"{max(1, units)} 0"})
         await asyncio.sleep(self.workload.score_s.draw(self.rng))
         self.note(began)
         return RolloutResult(reward=self.reward(task))

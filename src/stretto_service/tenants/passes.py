@@ -32,7 +32,7 @@ from stretto.records.support import concat_supports
 from stretto.records.token_counts import TokenCounts, counts_of_step, weigh_by_rollout
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs
-from stretto.trainer.parallel.scores import compute_logprobs, shares_prefixes
+from stretto.trainer.parallel.scores import compute_logprobs, sharing_of
 from stretto.trainer.ranks.mesh import Mesh
 from stretto_service.tenants.checks import check_micro_batch, read_loss
 from stretto_service.tenants.layers import Turn
@@ -83,7 +83,7 @@ class Passes:
         self._vision = policy.config.vision if isinstance(policy, Decoder) else None
         # A rank of cp has tokens from all over a row, which are not ranges of tenants.
         self._can_mix = isinstance(policy, Decoder) and mesh.degrees.cp == 1
-        self._shares_prefixes = shares_prefixes(policy, mesh, model)
+        self._sharing = sharing_of(policy, mesh, model)
         if mesh.world_size > 1:
             embedding = next(module for module in policy.modules() if isinstance(module, nn.Embedding))
             embedding.register_forward_hook(_with_gradient)
@@ -151,7 +151,7 @@ class Passes:
                 vocab_size,
                 self.mesh.device,
                 is_scored=_all_but_first(mb) if work.wants_logprobs else None,
-                share_prefixes=self._shares_prefixes,
+                sharing=self._sharing,
                 with_samples=with_samples,
                 vision=self._vision,
             )
@@ -345,6 +345,7 @@ def join_inputs(parts: Sequence[PassInputs]) -> PassInputs:
         layout=PackedLayout(tuple(bounds), device, tuple(parents) if has_parents else None),
         rows=torch.cat(rows),
         predictors=torch.cat(predictors),
+        repeats=None,
         targets=cat("targets"),
         temperatures=cat("temperatures"),
         support=concat_supports([part.support for part in parts], [len(part.targets) for part in parts]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -160,3 +161,22 @@ def test_weights_are_gathered_once_per_pass_however_much_is_computed_again(tmp_p
         return Costs(setup).train_s([(8.0, 4.0)])  # so short that the gathers decide
 
     assert row_s() == pytest.approx(row_s(ac={"mode": "full"}))
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_what_samples_begin_with_is_trained_once_where_it_is_shared(tmp_path, turns) -> None:
+    """Groups of 4 with prompts of 200 and replies of 20: 280 tokens instead of 880, one millisecond each."""
+    (tmp_path / "config.json").write_text(json.dumps(scratch_config(ScratchSection(), 64).hf))
+    times = {}
+    for sharing in ("off", "tree"):
+        given = costs(tmp_path, max_async_level=0)
+        model = given.setup.cfg.model.model_copy(update={"shared_prefixes": sharing})
+        cfg = given.setup.cfg.model_copy(update={"model": model})
+        measured = replace(MEASURED, train=((1, 0.001), (1 << 20, 0.001 * (1 << 20))))
+        given = replace(given, setup=replace(given.setup, cfg=cfg), measured=measured)
+        workload = Workload(Numbers(200), Numbers(20), turns=Numbers(float(turns)), observation_tokens=Numbers(0.0))
+        times[sharing] = simulate(given, workload, steps=4)
+    own = 20 * turns + turns - 1  # the environment says one token between two turns
+    assert times["off"].train_s == pytest.approx(16 * (200 + own) * 0.001, rel=0.01)
+    assert times["tree"].train_s == pytest.approx(4 * (200 + 4 * own) * 0.001, rel=0.01)
+    assert times["tree"].trained_tokens == times["off"].trained_tokens == pytest.approx(16 * (200 + own))

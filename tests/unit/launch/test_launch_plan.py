@@ -20,9 +20,13 @@ from stretto.base.paths import RunDir
 from stretto.base.status import SUPERVISED_VAR
 from stretto.config.load import PARTS, dump, load, shown_text
 from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
+from stretto.config.sections.model import ModelSection, why_unshared
+from stretto.data.model_file import find_family
 from stretto.launch.plan import plan as planning
+from stretto.launch.plan.plan import sharing_notes
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import process_table, table
+from stretto.orchestrator.batch import packs_prefixes
 from stretto.records.weight_manifest import BFLOAT16_TOLERANCE
 
 
@@ -137,6 +141,33 @@ def test_what_vllm_cannot_fix_is_said_with_its_own_switch(config) -> None:
     assert not any(word in note for note in planned(config(keys[0])).notes)
     switched = planned(config(*keys, "--inference.env-vars", json.dumps({word: "1"})))
     assert not any(word in note for note in switched.notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ((), None),
+        (("--model.impl", "hf"), "modules of transformers take whole samples"),
+        (("--model.cp", "2", "--model.cp-style", "ring", "--trainer-gpu-ids", "0,1"), "passes keys of whole samples"),
+        (("--model.cp", "2", "--model.cp-style", "ulysses", "--trainer-gpu-ids", "0,1"), None),
+    ],
+)
+def test_samples_that_are_computed_one_by_one_in_spite_of_the_key_are_said(config, keys, reason) -> None:
+    found = list(sharing_notes(config("--model.shared-prefixes", "tree", *keys)))
+    assert len(found) == (reason is not None) and all(reason in note for note in found)
+    assert not list(sharing_notes(config(*keys)))
+
+
+@pytest.mark.parametrize(
+    ("family", "word"), [("nemotron_h", "nemotron_h has layers that pass a state"), ("llama", None)]
+)
+def test_a_family_with_a_state_is_named(config, tmp_path, family, word) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": family}))
+    section = ModelSection(name=str(tmp_path / "model"), shared_prefixes="tree")
+    reason = why_unshared(section, find_family(section.name))
+    assert packs_prefixes(section) == (word is None)
+    assert reason is None if word is None else word in (reason or "")
 
 
 def test_what_an_adapter_loses_in_bfloat16_is_said_where_it_is_merged(config) -> None:

@@ -20,12 +20,14 @@ from stretto.models.parts.mixers.key_choice import (
     attend_chosen,
     choose_keys,
 )
+from stretto.models.segments import SegmentTree
 
 HEADS, WIDTH, VALUE, INDEX_HEADS = 3, 10, 6, 4
 ROWS = {
     "one": ((0, 23), None),
     "packed": ((0, 1, 9, 9, 40, 43), None),
     "prefixes": ((0, 12, 20, 33, 36, 50), (-1, -1, 0, 0, 1)),
+    "a tree": ((0, 12, 20, 33, 36, 50, 57, 58), (-1, -1, 0, 2, 2, 3, 1)),
 }
 
 
@@ -48,10 +50,13 @@ def vectors(num: int, tokens: np.ndarray | None = None, seed: int = 0) -> IndexV
 def visible(bounds, parents) -> np.ndarray:
     """[tokens, tokens]: True where a query may see a key."""
     segments = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-    parent = np.full(len(segments), -1) if parents is None else np.asarray(parents)[segments]
     index = np.arange(len(segments))
-    own = (segments[:, None] == segments) & (index <= index[:, None])
-    return own | (parent[:, None] == segments)
+    seen = (segments[:, None] == segments) & (index <= index[:, None])
+    for child, parent in enumerate(parents or ()):
+        while parent >= 0:
+            seen |= (segments[:, None] == child) & (segments == parent)
+            parent = parents[parent]
+    return seen
 
 
 def chosen_densely(parts: IndexVectors, seen: np.ndarray, top_k: int) -> np.ndarray:
@@ -72,7 +77,7 @@ def test_the_best_keys_are_chosen_and_of_equal_ones_the_earliest(row, top_k):
     pieces = np.array_split(np.arange(num), 4)
     for tokens in (np.arange(num), np.concatenate((pieces[1], pieces[2])), np.concatenate((pieces[0], pieces[3]))):
         parts = vectors(num, tokens)
-        visible_keys = VisibleKeys.of(bounds, parents, torch.device("cpu"), tokens)
+        visible_keys = VisibleKeys.of(SegmentTree.of(bounds, parents), torch.device("cpu"), tokens)
         got = choose_keys(parts, visible_keys, top_k).numpy()
         want = chosen_densely(parts, visible(bounds, parents)[tokens], top_k)
         assert got.shape == (len(tokens), want.sum(1).max())
@@ -88,7 +93,7 @@ def test_attention_and_gradients_equal_a_masked_softmax(row):
     slopes = torch.randn(num, HEADS, VALUE, generator=generator, dtype=torch.float64)
     q, k = q.requires_grad_(), k.requires_grad_()
     choice = KeyChoice(0, 6, 0.3, {}, vectors(num))
-    visible_keys = VisibleKeys.of(bounds, parents, torch.device("cpu"))
+    visible_keys = VisibleKeys.of(SegmentTree.of(bounds, parents), torch.device("cpu"))
     out = attend_chosen(choice, q, k.unsqueeze(1), k.unsqueeze(1)[..., :VALUE], visible_keys)
     got = torch.autograd.grad((out * slopes).sum(), (q, k))
     mask = torch.from_numpy(chosen_densely(choice.vectors, visible(bounds, parents), 6))
@@ -106,7 +111,7 @@ def test_the_loss_of_an_index_is_its_divergence_from_the_attention(row):
     q, k = (torch.randn(num, *shape, generator=generator) for shape in ((HEADS, WIDTH), (WIDTH,)))
     slopes = torch.randn(num, HEADS, VALUE, generator=generator)
     parts = IndexVectors(*(torch.randn(part.shape, generator=generator).requires_grad_() for part in vectors(num)))
-    visible_keys = VisibleKeys.of(bounds, parents, torch.device("cpu"))
+    visible_keys = VisibleKeys.of(SegmentTree.of(bounds, parents), torch.device("cpu"))
 
     def run(scale: float | None) -> tuple[torch.Tensor, ...]:
         inputs = (q.clone().requires_grad_(), k.clone().requires_grad_())

@@ -45,8 +45,9 @@ def segment_mask(bounds, parents=None):
     segment = torch.bucketize(tokens, torch.tensor(bounds[1:]), right=True)
     mask = (segment[:, None] == segment[None]) & (tokens[:, None] >= tokens[None])
     for child, parent in enumerate(parents or ()):
-        if parent >= 0:
+        while parent >= 0:
             mask |= (segment[:, None] == child) & (segment[None] == parent)
+            parent = parents[parent]
     return mask
 
 
@@ -82,9 +83,13 @@ def test_packed_attention_equals_masked_attention(lengths):
         ([3, 6, 2, 2, 5], [-1, -1, 0, 1, 1]),
         ([1, 3, 3, 1, 1, 1, 2, 2], [-1, -1, -1, 0, 2, 1, 2, 1]),
         ([MAX_SHORT_KEYS, 5, 5, 9], [-1, 0, 0, 0]),
+        ([6, 3, 4, 5, 2, 7, 1, 1], [-1, 0, 0, 1, 1, 2, 5, 5]),
+        ([4, 0, 5, 3, 6], [-1, 0, 1, 2, 1]),
+        ([90, 30, 9, 30, 40, 12], [-1, 0, 1, 1, 0, 4]),
+        ([MAX_PADDED_KEYS, 20, 20, 21, 9, 9], [-1, 0, 0, 1, 3, 3]),
     ],
 )
-def test_a_segment_sees_its_prefix_and_itself(lengths, parents):
+def test_a_segment_sees_those_that_it_continues_and_itself(lengths, parents):
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     layout = PackedLayout(tuple(bounds), CPU, tuple(parents))
     assert_same_with_gradients(layout.attend, segment_mask(bounds, parents))
@@ -165,7 +170,7 @@ def test_short_and_long_segments_of_one_row_give_the_same_by_either_way(monkeypa
 @pytest.mark.usefixtures("torch_only")
 def test_gradients_of_short_segments_are_the_slopes_of_the_function():
     layout = layout_of([3, 5, 5], prompts=[2, 4], num_shared=2)
-    call = attention._attend_in_calls(layout.cu_seqlens, layout.parents, CPU)
+    call = attention._attend_in_calls(layout.tree, CPU)
     qkv = random_qkv(layout.cu_seqlens[-1])
     probe = torch.randn_like(qkv[0])
     out = call(0, *qkv)

@@ -206,29 +206,49 @@ def test_packed_documents_equal_each_alone_and_positions_matter(pair):
     assert (leaky[12:] - packed[12:]).abs().max() > 0.05, "the control must fail"
 
 
+TREE = ((0, 14, 18, 38, 45, 51, 56), (-1, -1, 0, 0, 2, 2))
+"""Two replies to the first document, 20 and 7 tokens; to the longer one two more, 6 and 5 tokens."""
+
+
+def logits_of_tree(model, ids):
+    """Logits by segment: each document by itself, and all as a tree."""
+    first, other, long, short, late, later = parts = ids.split([14, 4, 20, 7, 6, 5])
+    documents = ((first, long, late), (first, long, later), (first, short), (other,))
+    rows = [part for document in documents for part in document]
+    bounds = torch.tensor([0, *(sum(map(len, document)) for document in documents)]).cumsum(0).tolist()
+    logits = our_logits(model, torch.cat(rows), bounds).split([len(part) for part in rows])
+    places = [next(i for i, row in enumerate(rows) if row is part) for part in parts]
+    layout = PackedLayout(TREE[0], ids.device, TREE[1])
+    return torch.cat([logits[place] for place in places]), model.hidden(ids, layout) @ model.output_weight.T
+
+
 @pytest.mark.heavy
 def test_a_shared_prompt_is_computed_once_with_the_same_logits_and_gradients(pair):
+    """Also what turns and branches share; to 1e-6 of the largest gradient in float64, and within float32's rounding."""
     _, ours, _ = pair
     if not ours.shares_prefixes:
         assert ours.config.has_recurrence, "only a state that is read in order must be computed per reply"
         return
-    ids = torch.randint(0, VOCAB, (45,), generator=torch.Generator().manual_seed(3))
-    bounds, parents = ((0, 14, 18, 38, 45), (-1, -1, 0, 0))  # two replies to the first document, 20 and 7 tokens
+    ids = torch.randint(0, VOCAB, (56,), generator=torch.Generator().manual_seed(3))
     weights = torch.linspace(-1, 1, VOCAB)
 
     def gradients(logits):
         ours.zero_grad()
-        (logits.log_softmax(-1) @ weights).sum().backward()
+        (logits.log_softmax(-1) @ weights.to(logits.dtype)).sum().backward()
         return [p.grad.clone() for p in ours.parameters() if p.grad is not None]
 
-    shared = ours.hidden(ids, PackedLayout(bounds, ids.device, parents)) @ ours.output_weight.T
-    first, other, long, short = ids.split([14, 4, 20, 7])
-    rows = torch.cat((first, long, first, short, other))
-    whole = our_logits(ours, rows, (0, 34, 55, 59))
-    whole = torch.cat((whole[:14], whole[55:], whole[14:34], whole[48:55]))
+    whole, shared = logits_of_tree(ours, ids)
     torch.testing.assert_close(shared, whole, atol=1e-5, rtol=0)
     for one, two in zip(gradients(shared), gradients(whole), strict=True):
         torch.testing.assert_close(one, two, atol=2e-4, rtol=2e-4)
+    ours.double()
+    with InFloat64():
+        whole, shared = logits_of_tree(ours, ids)
+        torch.testing.assert_close(shared, whole, atol=1e-6, rtol=0)
+        found = gradients(shared), gradients(whole)
+    largest = max(float(gradient.abs().max()) for gradient in found[1])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6 * largest, rtol=1e-6)
 
 
 @pytest.mark.heavy

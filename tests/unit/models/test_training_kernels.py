@@ -12,6 +12,7 @@ from stretto.models.native import library, training
 from stretto.models.native.training import NativeAttention, TrainingKernels, find_training_kernels, gate_product
 from stretto.models.parts.norm import rms_norm
 from stretto.models.parts.rope import Angles, rotate
+from stretto.models.segments import SegmentTree
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +65,9 @@ def reference(bounds, parents, heads):
     segment = torch.bucketize(tokens, torch.tensor(bounds[1:]), right=True)
     mask = (segment[:, None] == segment[None]) & (tokens[:, None] >= tokens[None])
     for child, parent in enumerate(parents):
-        if parent >= 0:
+        while parent >= 0:
             mask |= (segment[:, None] == child) & (segment[None] == parent)
+            parent = parents[parent]
 
     def attend(q, k, v):
         k, v = (x.repeat_interleave(heads // k.shape[1], 1) for x in (k, v))
@@ -80,6 +82,7 @@ LAYOUTS = {
     "documents": ([3, 1, 17, 64, 4, 33], [-1] * 6),
     "an empty one": ([5, 0, 16], [-1] * 3),
     "prefixes": ([3, 20, 2, 7, 5, 40, 1], [-1, -1, 0, 1, 1, 0, -1]),
+    "a tree": ([3, 20, 17, 7, 0, 40, 1, 9, 6, 5], [-1, -1, 1, 2, 1, 4, 2, 3, 5, 0]),
 }
 
 
@@ -88,7 +91,7 @@ LAYOUTS = {
 def test_attention(kernels, shape, layout):
     (heads, kv_heads, dim), (lengths, parents) = shape, LAYOUTS[layout]
     bounds = np.cumsum([0, *lengths])
-    attend = NativeAttention(bounds, np.array(parents))
+    attend = NativeAttention(SegmentTree.of(bounds, parents))
     inputs = [random(bounds[-1], n, dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads))]
     slow = reference(bounds.tolist(), parents, heads)
     assert_like_float64(lambda q, k, v: attend(q, k, v, kernels), slow, inputs, atol=1e-5)
@@ -98,7 +101,7 @@ def test_large_scores_neither_overflow_nor_lose_the_largest(kernels):
     bounds = np.array([0, 40])
     q, k, v = (random(40, 2, 16, seed=i).detach() for i in range(3))
     q, k = (60 * q).requires_grad_(), k.requires_grad_()
-    attend = NativeAttention(bounds, np.array([-1]))
+    attend = NativeAttention(SegmentTree.of(bounds))
     inputs = [q, k, v.requires_grad_()]
     slow = reference([0, 40], [-1], 2)
     assert_like_float64(lambda *x: attend(*x, kernels), slow, inputs, atol=5e-3)  # of gradients near 100
@@ -107,7 +110,7 @@ def test_large_scores_neither_overflow_nor_lose_the_largest(kernels):
 def test_a_number_that_is_none_stays_in_its_document(kernels):
     q, k, v = (random(20, 2, 16, seed=i).detach() for i in range(3))
     k[3] = torch.nan
-    out = NativeAttention(np.array([0, 10, 20]), np.array([-1, -1]))(q, k, v, kernels)
+    out = NativeAttention(SegmentTree.of([0, 10, 20]))(q, k, v, kernels)
     assert out[:3].isfinite().all() and out[3:10].isnan().all() and out[10:].isfinite().all()
 
 
@@ -116,7 +119,7 @@ def test_a_number_that_is_none_stays_in_its_document(kernels):
 def test_two_threads_give_the_same_bits(kernels, layout):
     lengths, parents = LAYOUTS[layout]
     bounds = np.cumsum([0, *lengths])
-    attend = NativeAttention(bounds, np.array(parents))
+    attend = NativeAttention(SegmentTree.of(bounds, parents))
     inputs = [random(bounds[-1], n, 16, seed=i) for i, n in enumerate((4, 2, 2))]
     results = []
     for threads in (1, 2):
@@ -140,9 +143,9 @@ def test_the_norm_of_two_threads(kernels):
 
 def test_a_document_has_the_same_bits_alone_packed_and_behind_a_shared_prefix(kernels):
     q, k, v = (random(60, 2, 32, seed=i).detach() for i in range(3))
-    whole = NativeAttention(np.array([0, 60]), np.array([-1]))(q, k, v, kernels)
+    whole = NativeAttention(SegmentTree.of([0, 60]))(q, k, v, kernels)
     rows = torch.cat((torch.arange(20), torch.arange(7), torch.arange(20, 60)))
-    cut = NativeAttention(np.array([0, 20, 27, 67]), np.array([-1, -1, 0]))
+    cut = NativeAttention(SegmentTree.of([0, 20, 27, 40, 67], [-1, -1, 0, 2]))
     out = cut(q[rows], k[rows], v[rows], kernels)
     assert torch.equal(torch.cat((out[:20], out[27:])), whole)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stretto.base.errors import DataError
 from stretto.orchestrator.batch import Cost, assign_rows, cost_of_model, pack, split_to_multiple
 from stretto.records.images import image_of
-from stretto.records.row_packing import pack_rows
+from stretto.records.row_packing import MIN_SAVED, PrefixTree, pack_rows
 from stretto.records.sample import TrainSample
 
 SEQ_LEN = 64
@@ -257,3 +257,60 @@ def test_cost_follows_the_shape_of_the_model(tmp_path):
     projections = 2 * (64 * 64 + 64 * 32) + 3 * 64 * 256  # per layer: q o k v, gate up down
     assert cost.linear == 2 * (2 * projections + 64 * 64)
     assert cost.quadratic == 2 * 2 * 64
+
+
+def group_of(group: int, num: int, prompt: int, reply: int) -> list[TrainSample]:
+    """Samples of one prompt with replies of up to `reply` tokens."""
+    rng = np.random.default_rng(group)
+    start = rng.integers(0, 1000, prompt).astype(np.int32)
+    found = []
+    for member in range(num):
+        one = sample(1000 * group + member, prompt + 1 + int(rng.integers(reply)))
+        ids = np.concatenate((start, one.token_ids[prompt:]))
+        found.append(msgspec.structs.replace(one, sample_id=f"g{group}.{member}/0", token_ids=ids))
+    return found
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=8),
+    st.integers(1, 3),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_samples_that_begin_alike_are_packed_by_what_they_add(groups, world_size, has_images):
+    samples = [s for number, shape in enumerate(groups) for s in group_of(number, *shape)]
+    if has_images:
+        pictures = [image_of(np.full((1, 4), i, np.float32), (1, 1, 1)) for i in range(2)]
+        samples = [msgspec.structs.replace(s, images=(pictures[i % 2],)) for i, s in enumerate(samples)]
+    batches = pack_now(
+        samples, step=1, seq_len=SEQ_LEN, row_tokens=SEQ_LEN, world_size=world_size, shares_prefixes=True, max_patches=1
+    )
+    found = documents(batches)
+    assert found.keys() == {s.sample_id for s in samples}
+    for s in samples:
+        micro, place, _ = found[s.sample_id]
+        assert (micro.token_ids[place] == s.token_ids).all()
+    assert len({len(batch.micro_batches) for batch in batches}) == 1
+    for batch in batches:
+        for micro in batch.micro_batches:
+            assert len(micro.images) == 0 or len({image.hash for image in micro.images}) == 1
+            tree = PrefixTree.of([[ids] for ids in np.split(micro.token_ids, micro.cu_seqlens[1:-1])])
+            # A row with some of the samples of a tree may dissolve runs that save less for them.
+            assert tree.num_tokens < SEQ_LEN + MIN_SAVED * micro.num_samples
+
+
+def test_a_group_is_not_spread_over_rows():
+    samples = [s for group in range(4) for s in group_of(group, 8, 40, 3)]
+    samples = [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]
+    apart = pack_now(samples, step=1, seq_len=SEQ_LEN, row_tokens=128)
+    together = pack_now(samples, step=1, seq_len=SEQ_LEN, row_tokens=128, shares_prefixes=True)
+    rows = [{each.split(".")[0] for each in micro.sample_ids} for micro in together[0].micro_batches]
+    assert sorted(group for row in rows for group in row) == ["g0", "g1", "g2", "g3"]
+    assert len(together[0].micro_batches) == 2 < len(apart[0].micro_batches)
+
+
+def test_rows_of_one_group_are_cut_for_more_ranks_where_they_cost_the_same():
+    samples = group_of(0, 8, 40, 3)
+    batches = pack_now(samples, step=1, seq_len=SEQ_LEN, row_tokens=256, world_size=2, shares_prefixes=True)
+    sizes = [batch.micro_batches[0].num_samples for batch in batches]
+    assert sum(sizes) == 8 and min(sizes) >= 1

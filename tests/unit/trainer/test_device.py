@@ -97,7 +97,7 @@ def build(place: Place, policy: torch.nn.Module | None = None, **settings: Any) 
         **settings,
     )
     # Only a CPU shares prompts, which changes the order of sums.
-    learner.network.shares_prefixes = False
+    learner.network.sharing = "off"
     return learner
 
 

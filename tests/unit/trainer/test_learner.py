@@ -122,7 +122,7 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut():
 
 def test_sharing_prompts_saves_tokens_and_changes_nothing():
     mb = pack(documents(num_groups=2, group_size=6))
-    shared = build_pass_inputs(mb, VOCAB, CPU, share_prefixes=True)
+    shared = build_pass_inputs(mb, VOCAB, CPU, sharing="prompts")
     plain = build_pass_inputs(mb, VOCAB, CPU)
     assert len(shared.token_ids) < 0.7 * len(plain.token_ids)
     policy, learner = build_policy(), build_learner()
@@ -141,8 +141,8 @@ def test_sharing_prompts_saves_tokens_and_changes_nothing():
 def test_rows_ask_for_the_token_before_each_trained_one(seed):
     """In any layout, the document and position of an input are those of its token."""
     mb = pack(documents(seed, num_groups=4, group_size=3), padding=4)
-    for share in (False, True):
-        rows = build_pass_inputs(mb, VOCAB, CPU, share_prefixes=share)
+    for share in ("off", "prompts", "tree"):
+        rows = build_pass_inputs(mb, VOCAB, CPU, sharing=share)
         bounds = mb.cu_seqlens
         starts = bounds[np.searchsorted(bounds, rows.sources, side="right") - 1]
         predicting = rows.rows[rows.predictors].numpy()

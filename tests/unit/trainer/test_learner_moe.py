@@ -98,7 +98,7 @@ def test_sharing_prompts_does_not_mix_choices():
     mb = msgspec.structs.replace(mb, routed_experts=routes)
     shared = build_learner(perturbed(policy, 0.0), enable_router_replay=True)
     alone = build_learner(perturbed(policy, 0.0), enable_router_replay=True)
-    alone.network.shares_prefixes = False
+    alone.network.sharing = "off"
     for learner in (shared, alone):
         learner.forward_backward([mb])
     for name, gradient in gradients(alone).items():
@@ -140,7 +140,7 @@ def test_metrics_do_not_depend_on_the_cut_into_micro_batches():
     found = []
     for parts in ([docs], [docs[:8], docs[8:]]):
         learner = build_learner(build_moe())
-        learner.network.shares_prefixes = False
+        learner.network.sharing = "off"
         learner.forward_backward([pack(part) for part in parts])
         found.append({k: v for k, v in learner.optim_step().items() if "vio" in k or "confidence" in k})
     assert found[0].keys() == found[1].keys()

@@ -40,7 +40,7 @@ from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.publish.export import export_critic
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state import checkpoint
-from stretto.trainer.updates import Updates, estimate_advantages, split_samples
+from stretto.trainer.updates import Updates, _tree_of, estimate_advantages, split_samples
 
 MODEL = ModelSection(dtype="float32", optimization_dtype="float32")
 ALONE = Mesh.single_rank(torch.device("cpu")).reduce
@@ -157,17 +157,23 @@ def test_the_price_is_the_divergence_from_the_reference():
 # -- shares of a batch --
 
 
+def num_tokens(mb):
+    return mb.num_tokens
+
+
+@pytest.mark.parametrize("shares_prefixes", [False, True])
 @pytest.mark.parametrize("order", [None, np.random.default_rng(0)])
-def test_every_sample_is_assigned_once_and_unchanged(order):
+def test_every_sample_is_assigned_once_and_unchanged(order, shares_prefixes):
     docs = documents(num_groups=4)
     mbs = [pack(docs[:9], padding=2), pack(docs[9:])]
     names = [f"g{i}.0/0" for i in range(len(docs))]
     mbs[0] = msgspec.structs.replace(mbs[0], sample_ids=tuple(names[:9]))
     mbs[1] = msgspec.structs.replace(mbs[1], sample_ids=tuple(names[9:]))
-    parts = split_samples(mbs, 3, order)
+    parts = split_samples(mbs, 3, order, shares_prefixes=shares_prefixes)
+    size = (lambda mb: _tree_of([(mb, i) for i in range(mb.num_samples)]).num_tokens) if shares_prefixes else num_tokens
     found = {}
     for mb in (mb for part in parts for mb in part):
-        assert mb.num_tokens <= max(other.num_tokens for other in mbs)
+        assert size(mb) <= max(map(size, mbs))
         for i, name in enumerate(mb.sample_ids):
             assert name not in found
             place = slice(mb.cu_seqlens[i], mb.cu_seqlens[i + 1])

@@ -170,6 +170,8 @@ class VisionSection(Section):
     many as the tokens of a row can stand for. A sample with more has a micro batch of its own."""
 
 
+SharedPrefixes = Literal["off", "prompts", "tree"]
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -197,6 +199,11 @@ class ModelSection(Section):
     """Let transformers run code from the model directory (impl = "hf" only)."""
     fused_lm_head_token_chunk_size: int = Field(2048, gt=0)
     """Tokens per chunk of the fused output head, which never builds [tokens, vocab]."""
+    shared_prefixes: SharedPrefixes = "prompts"
+    """Tokens that samples of a micro batch have in common from their start are computed once, forward and backward.
+    `prompts`: equal prompts, on a CPU; `tree`: all that any samples begin with alike, to any depth, turns and branches
+    too, and samples that share much are packed together; `off`: each sample is computed by itself. The results are the
+    same. Not with cp_style = "ring", recurrent layers, impl = "hf" or indexer_kl_coeff: these compute each sample."""
     moe_use_grouped_mm: bool = True
     """Compute all experts in one grouped matrix product; false: one after the other, the slow reference."""
     freeze_moe_router: bool = False
@@ -254,6 +261,24 @@ class ModelSection(Section):
     """Present: train an adapter only (trainer and `sft`); engines are sent the adapter."""
     scratch: ScratchSection | None = None
     """Present: build a random model of this shape instead of loading `name`."""
+
+
+def why_unshared(section: ModelSection, family: str) -> str | None:
+    """Why samples are computed one by one in spite of shared_prefixes = "tree"; None: they are not, or it is not set.
+
+    family: the `model_type` of `name`, "" if it is not known.
+    """
+    family = family if section.scratch is None else section.scratch.family
+    if section.shared_prefixes != "tree":
+        return None
+    if section.impl == "hf" or (family and family not in FAMILIES and section.impl == "auto"):
+        return "modules of transformers take whole samples"
+    if traits_of(family).is_recurrent:
+        return f"{family} has layers that pass a state from token to token"
+    if section.indexer_kl_coeff is not None:
+        return "indexer_kl_coeff is a mean over the tokens of all samples"
+    is_cut = section.cp_style == "ulysses" or (section.cp_style == "auto" and not traits_of(family).chooses_keys)
+    return None if section.cp == 1 or is_cut else 'cp_style = "ring" passes keys of whole samples from rank to rank'
 
 
 class TokenizerSection(Section):

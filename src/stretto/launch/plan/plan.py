@@ -26,8 +26,9 @@ from stretto.config.root import EvalConfig, RLConfig
 from stretto.config.section import Section
 from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
-from stretto.config.sections.model import dtype_on
+from stretto.config.sections.model import dtype_on, why_unshared
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
+from stretto.data.model_file import find_family
 from stretto.launch.plan.models import assign_model_gpus, role_of, started_models, with_model_ports
 from stretto.launch.plan.placement import (
     assign_critic_gpus,
@@ -136,7 +137,7 @@ class LaunchPlan:
         on_cpu = {spec.role for spec in processes} - {spec.role for spec in processes if spec.devices}
         parts = {"teacher": "teacher_inference", **{role_of(name): f"models.{name}" for name, _ in started_models(cfg)}}
         check_devices(cfg, {parts.get(role, role) for role in on_cpu})
-        every = (*notes, *loss_notes(cfg), *clock_notes(cfg), *adapter_notes(cfg))
+        every = (*notes, *loss_notes(cfg), *clock_notes(cfg), *adapter_notes(cfg), *sharing_notes(cfg))
         return cls(run, cfg, engines, tuple(processes), batch, every, tuple(hosts))
 
     def configs(self) -> dict[str, Section]:
@@ -192,6 +193,14 @@ def adapter_notes(cfg: RLConfig) -> Iterator[str]:
             "vLLM merges the adapter of [model.lora] into weights of bfloat16, and changes under the last bit of a "
             "weight are lost; inference.lora.compute_policy = true computes it beside them"
         )
+
+
+def sharing_notes(cfg: RLConfig) -> Iterator[str]:
+    """Why samples are computed one by one though their common beginnings were to be shared."""
+    name = cfg.model.name
+    family = "" if cfg.model.scratch is not None or cfg.model.shared_prefixes != "tree" else find_family(name)
+    if (reason := why_unshared(cfg.model, family)) is not None:
+        yield f'model.shared_prefixes = "tree" shares nothing here, each sample is computed by itself: {reason}'
 
 
 def plan(

@@ -93,10 +93,11 @@ void rotate(const float *x, const float *cos, const float *sin, float *restrict 
     }
 }
 
-/* Attention within segments: those of `rows` tokens, each over the tokens of its prefix and its own up to itself. */
+/* Attention within segments: those of `rows` tokens, each over the runs of tokens that its segment continues, `prefixes`
+   tokens in all, and over its own run, the last of runs[segment]..runs[segment + 1], up to itself. */
 typedef struct {
     int64_t rows, heads, kv_heads, head_dim, segments, longest, threads;
-    const int64_t *starts, *ends, *prefix_starts, *prefix_ends;
+    const int64_t *starts, *ends, *prefixes, *runs, *run_starts, *run_ends;
     float scale;
 } Segments;
 
@@ -122,18 +123,14 @@ static Room open_room(const Segments *s, int has_gradients) {
     return room;
 }
 
-/* Where the k-th token that a segment sees is. */
-INLINE int64_t row_of(const Segments *s, int64_t segment, int64_t prefix, int64_t k) {
-    return k < prefix ? s->prefix_starts[segment] + k : s->starts[segment] + k - prefix;
-}
-
 /* A kv head of all tokens that a segment sees, by dim: to[d * stride + k]; 0 after the last. */
 INLINE void by_dim(const Segments *s, int64_t segment, int64_t head, const float *from, float *to, int64_t stride, int64_t dim) {
-    int64_t prefix = s->prefix_ends[segment] - s->prefix_starts[segment], count = prefix + s->ends[segment] - s->starts[segment];
-    for (int64_t k = 0; k < count; k++) {
-        const float *x = from + (row_of(s, segment, prefix, k) * s->kv_heads + head) * dim;
-        for (int64_t d = 0; d < dim; d++) to[d * stride + k] = x[d];
-    }
+    int64_t count = 0;
+    for (int64_t run = s->runs[segment]; run < s->runs[segment + 1]; run++)
+        for (int64_t row = s->run_starts[run]; row < s->run_ends[run]; row++, count++) {
+            const float *x = from + (row * s->kv_heads + head) * dim;
+            for (int64_t d = 0; d < dim; d++) to[d * stride + count] = x[d];
+        }
     for (int64_t k = count; k < (count + LANES - 1) / LANES * LANES; k++)
         for (int64_t d = 0; d < dim; d++) to[d * stride + k] = 0.0f;
 }
@@ -152,12 +149,12 @@ INLINE void products(const float *const *x, const float *of, int64_t count, floa
 
 /* out[j] = factors[j] * sum of weights[j * stride + k] * rows k of a kv head, for BLOCK rows. */
 INLINE void mix(const Segments *s, int64_t segment, int64_t head, const float *weights, int64_t stride, int64_t count, const float *rows, const float *factors, float *const *out, int64_t dim) {
-    int64_t prefix = s->prefix_ends[segment] - s->prefix_starts[segment], width = s->kv_heads * dim;
+    int64_t width = s->kv_heads * dim;
     for (int64_t d = 0; d < dim; d += LANES) {
         lanes sums[BLOCK] = {};
-        for (int64_t k = 0; k < count;) {
-            int64_t stop = k < prefix ? (prefix < count ? prefix : count) : count;
-            const float *x = rows + row_of(s, segment, prefix, k) * width + head * dim + d;
+        for (int64_t k = 0, run = s->runs[segment]; k < count; run++) {
+            int64_t end = k + s->run_ends[run] - s->run_starts[run], stop = end < count ? end : count;
+            const float *x = rows + s->run_starts[run] * width + head * dim + d;
             for (; k < stop; k++, x += width)
                 for (int j = 0; j < BLOCK; j++) sums[j] += weights[j * stride + k] * load(x);
         }
@@ -173,7 +170,7 @@ INLINE int block_rows(const Segments *s, int64_t segment, int64_t first, int64_t
 }
 
 INLINE void forward_segment(const Segments *s, int64_t segment, int64_t head, const float *q, const float *k, const float *v, float *out, float *norms, Room room, int64_t dim) {
-    int64_t start = s->starts[segment], end = s->ends[segment], prefix = s->prefix_ends[segment] - s->prefix_starts[segment];
+    int64_t start = s->starts[segment], end = s->ends[segment], prefix = s->prefixes[segment];
     int64_t group = s->heads / s->kv_heads, rows[BLOCK];
     float spare[BLOCK * dim];
     by_dim(s, segment, head, k, room.keys, room.stride, dim);
@@ -199,7 +196,7 @@ INLINE void forward_segment(const Segments *s, int64_t segment, int64_t head, co
 }
 
 INLINE void backward_segment(const Segments *s, int64_t segment, int64_t head, const float *q, const float *k, const float *v, const float *norms, const float *grad, float *grad_q, float *grad_k, float *grad_v, Room room, int64_t dim) {
-    int64_t start = s->starts[segment], end = s->ends[segment], prefix = s->prefix_ends[segment] - s->prefix_starts[segment];
+    int64_t start = s->starts[segment], end = s->ends[segment], prefix = s->prefixes[segment];
     int64_t group = s->heads / s->kv_heads, all = prefix + end - start, rows[BLOCK];
     float spare[BLOCK * dim];
     by_dim(s, segment, head, k, room.keys, room.stride, dim);
@@ -247,13 +244,14 @@ INLINE void backward_segment(const Segments *s, int64_t segment, int64_t head, c
                     store(room.grad_v + i * dim + d, to_v);
                 }
         }
-    for (int64_t i = 0; i < all; i++) {
-        int64_t at = (row_of(s, segment, prefix, i) * s->kv_heads + head) * dim;
-        for (int64_t d = 0; d < dim; d += LANES) {
-            store(grad_k + at + d, load(grad_k + at + d) + load(room.grad_k + i * dim + d));
-            store(grad_v + at + d, load(grad_v + at + d) + load(room.grad_v + i * dim + d));
+    for (int64_t i = 0, run = s->runs[segment]; run < s->runs[segment + 1]; run++)
+        for (int64_t row = s->run_starts[run]; row < s->run_ends[run]; row++, i++) {
+            int64_t at = (row * s->kv_heads + head) * dim;
+            for (int64_t d = 0; d < dim; d += LANES) {
+                store(grad_k + at + d, load(grad_k + at + d) + load(room.grad_k + i * dim + d));
+                store(grad_v + at + d, load(grad_v + at + d) + load(room.grad_v + i * dim + d));
+            }
         }
-    }
 }
 
 /* Constant sizes let the compiler keep sums in registers. */

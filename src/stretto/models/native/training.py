@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from ctypes import Structure, byref, c_float, c_int64, c_void_p
 from importlib.util import find_spec
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,17 +22,18 @@ from torch.autograd.function import once_differentiable
 from stretto import addons
 from stretto.models.native.kernels import LANES, declare
 from stretto.models.native.library import find_library
+from stretto.models.segments import SegmentTree
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int, Shaped
+    from jaxtyping import Float, Shaped
 
 
 class Segments(Structure):
-    """`Segments` in training.c: segment i is rows starts[i]:ends[i] and continues its prefix."""
+    """`Segments` in training.c: segment i is rows starts[i]:ends[i] and sees runs[i]:runs[i + 1], its own the last."""
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "heads", "kv_heads", "head_dim", "segments", "longest", "threads")),
-        *((name, c_void_p) for name in ("starts", "ends", "prefix_starts", "prefix_ends")),
+        *((name, c_void_p) for name in ("starts", "ends", "prefixes", "runs", "run_starts", "run_ends")),
         ("scale", c_float),
     )
 
@@ -114,19 +116,18 @@ class TrainingKernels:
 
 
 class NativeAttention:
-    """Causal attention within segments, each of which may continue another one, its prefix."""
+    """Causal attention within segments, each of which may continue others."""
 
-    def __init__(self, bounds: Int[np.ndarray, " bounds"], parents: Int[np.ndarray, " segments"]) -> None:
-        """bounds, parents: those of a PackedLayout as int64; a parent of -1 is none."""
-        lengths = np.diff(bounds)
-        chosen = np.flatnonzero(lengths)
-        parents = parents[chosen]
-        has_prefix = parents >= 0
-        self.starts, self.ends = bounds[:-1][chosen], bounds[1:][chosen]
-        self.prefix_starts = np.where(has_prefix, bounds[:-1][parents], 0)
-        self.prefix_ends = np.where(has_prefix, bounds[1:][parents], 0)
-        self.longest = int((self.ends - self.starts + self.prefix_ends - self.prefix_starts).max(initial=0))
-        self.num_rows = int(bounds[-1])
+    def __init__(self, tree: SegmentTree) -> None:
+        chosen = np.flatnonzero(tree.lengths)
+        self.starts, self.ends = tree.bounds[:-1][chosen], tree.bounds[1:][chosen]
+        self.prefixes = tree.prefixes[chosen]
+        seen = [(*tree.ancestors[segment], segment) for segment in chosen.tolist()]
+        self.runs = np.cumsum([0, *map(len, seen)], dtype=np.int64)
+        runs = np.fromiter(chain.from_iterable(seen), np.int64, count=self.runs[-1])
+        self.run_starts, self.run_ends = tree.bounds[:-1][runs], tree.bounds[1:][runs]
+        self.longest = tree.longest
+        self.num_rows = int(tree.bounds[-1])
 
     def fits(self, q: Float[Tensor, "*_"], k: Float[Tensor, "*_"], v: Float[Tensor, "*_"]) -> bool:
         """True if these have the shapes of `__call__`, which the kernels do not check."""
@@ -147,7 +148,7 @@ class NativeAttention:
         """These segments for q [rows, heads, dim] and k [rows, kv heads, dim]."""
         (rows, heads, dim), kv_heads = q.shape, k.shape[1]
         assert rows == self.num_rows and heads % kv_heads == 0
-        arrays = (self.starts, self.ends, self.prefix_starts, self.prefix_ends)
+        arrays = (self.starts, self.ends, self.prefixes, self.runs, self.run_starts, self.run_ends)
         return Segments(
             rows, heads, kv_heads, dim, len(self.starts), self.longest, torch.get_num_threads(),
             *(array.ctypes.data for array in arrays), dim**-0.5,

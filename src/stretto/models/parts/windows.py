@@ -1,42 +1,32 @@
 """Sliding windows: segments are cut into calls that read only keys that queries see.
 
 A query sees itself and the window - 1 tokens before it in its document. Its segment is cut into pieces of about a
-window, and each piece reads its keys and those of a window before them, also those of the segment that it
+window, and each piece reads its keys and those of a window before them, also those of the segments that it
 continues. So time and memory grow with the length, not with its square.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from stretto.models.parts.short_attention import AttentionCall
-
-if TYPE_CHECKING:
-    from jaxtyping import Int
+from stretto.models.segments import SegmentTree
 
 _MIN_PIECE = 32
 """Fewer queries per piece would make too many calls for small windows."""
 
 
-def cut_segments(
-    ends: Int[np.ndarray, " bounds"],
-    parents: Int[np.ndarray, " segments"],
-    window: int,
-    pad_step: int,
-    device: torch.device | None,
-) -> list[AttentionCall]:
-    """The calls over all segments (attention.py's PackedLayout), with masks of the window.
+def cut_segments(tree: SegmentTree, window: int, pad_step: int, device: torch.device | None) -> list[AttentionCall]:
+    """The calls over all segments, with masks of the window.
 
     pad_step: pieces are padded to a multiple of this many queries and keys, so that more of them share a call.
     """
-    lengths, size = np.diff(ends), max(window, _MIN_PIECE)
+    size = max(window, _MIN_PIECE)
     groups: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-    for segment in np.flatnonzero(lengths).tolist():
-        parent, own = int(parents[segment]), np.arange(ends[segment], ends[segment + 1])
-        rows = own if parent < 0 else np.concatenate((np.arange(ends[parent], ends[parent + 1]), own))
+    for segment in np.flatnonzero(tree.lengths).tolist():
+        own = np.arange(tree.bounds[segment], tree.bounds[segment + 1])
+        rows = np.concatenate((tree.prefix_rows(segment), own))
         for start in range(len(rows) - len(own), len(rows), size):
             queries = np.arange(start, min(start + size, len(rows)))
             keys = np.arange(max(start - window + 1, 0), queries[-1] + 1)

@@ -147,6 +147,7 @@ class BatchShipper:
                 world_size=self.cfg.num_train_workers,
                 cost=run.cost,
                 max_patches=None if self.cfg.model.vlm is None else self.cfg.model.vlm.max_patches,
+                shares_prefixes=run.packs_prefixes,
             )
         )
         discarded = self.buffer.discarded(slots)

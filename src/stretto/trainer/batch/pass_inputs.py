@@ -1,17 +1,17 @@
 """Builds the tensors of one forward pass from a micro batch.
 
 Attention is causal and a loss is a sum over tokens, so some work can be saved without changing the result:
-documents are cut after their last trained token; documents that begin with the same prompt, as the samples of a group
-do, share it and continue it as segments; segments are sorted by length, so that equal ones share an attention call;
-log-probabilities and the last block are computed for trained tokens only. All of it is numpy, with one copy to the
-device per stream.
+documents are cut after their last trained token; documents that begin alike share what they begin with and continue it
+as segments: samples of a group share their prompt, and with shared_prefixes = "tree" all that any of them have in
+common; segments are sorted by length, so that equal ones share an attention call; log-probabilities and the last block
+are computed for trained tokens only. All of it is numpy, with one copy to the device per stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -21,10 +21,12 @@ from stretto.algorithms.losses import TokenStreams
 from stretto.algorithms.policy_loss import AlternativeTokens
 from stretto.algorithms.sample_index import SampleIndex
 from stretto.base.errors import DataError
+from stretto.config.sections.model import SharedPrefixes
 from stretto.families.shape import VisionShape
 from stretto.models.attention import PackedLayout
 from stretto.models.parts.vision import ImageBatch
 from stretto.records.alternatives import Alternatives
+from stretto.records.row_packing import PrefixTree
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
 from stretto.records.token_counts import ComponentWeights, find_documents
@@ -32,6 +34,13 @@ from stretto.trainer.batch.images import RowImages
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
+
+
+class Repeats(NamedTuple):
+    """Trained tokens that are one token of the pass, because their documents are equal up to there."""
+
+    firsts: Int[Tensor, " distinct"]  # the trained tokens that are scored
+    places: Int[Tensor, " trained"]  # which of these each trained token is
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class PassInputs:
     routes: Int[Tensor, "inputs layers top_k"] | None = None  # experts to replay (with_routes)
     support: Support | None = None  # tokens that each one was sampled from; None: all
     images: ImageBatch | None = None  # the layout then has the positions of their tokens
+    repeats: Repeats | None = None  # trained tokens that several documents share; None: each is scored by itself
 
     @property
     def options(self) -> dict[str, ImageBatch]:
@@ -74,7 +84,7 @@ class PassOptions(TypedDict, total=False):
     """The keyword arguments of `build_pass_inputs`."""
 
     is_scored: np.ndarray | None
-    share_prefixes: bool
+    sharing: SharedPrefixes
     with_samples: bool
     with_routes: bool
     vision: VisionShape | None
@@ -93,7 +103,7 @@ def build_pass_inputs(
     device: torch.device,
     *,
     is_scored: Bool[np.ndarray, " tokens"] | None = None,
-    share_prefixes: bool = False,
+    sharing: SharedPrefixes = "off",
     with_samples: bool = False,
     with_routes: bool = False,
     vision: VisionShape | None = None,
@@ -101,9 +111,10 @@ def build_pass_inputs(
 ) -> PassInputs | None:
     """The forward pass for a micro batch's trained tokens (or `is_scored`); None without any.
 
-    with_samples: include which tokens belong to one sample. with_routes: include the expert choices; prompts are then
-    shared only if these are equal too. vision: the model's tower. with_unused_image: if the row has no image, encode
-    one that no token shows, because other ranks encode images in this pass.
+    sharing: which equal tokens of documents are computed once. with_samples: include which tokens belong to one sample.
+    with_routes: include the expert choices; tokens are then shared only if these are equal too. vision: the model's
+    tower. with_unused_image: if the row has no image, encode one that no token shows, because other ranks encode images
+    in this pass.
 
     Raises: DataError for a token outside the vocabulary, a trained token at the start of a document or in an image, or
     images of another model.
@@ -120,23 +131,23 @@ def build_pass_inputs(
     routes = mb.routed_experts if with_routes else None
     equal = [mb.token_ids, routes, None if row_images is None else row_images.identity]
     segments = _lay_out_segments(
-        [stream for stream in equal if stream is not None],
-        bounds[:-1],
-        tokens,
-        documents,
-        share_prefixes=share_prefixes,
+        [stream for stream in equal if stream is not None], bounds[:-1], tokens, documents, sharing=sharing
     )
     images = positions = None
     if row_images is not None:
         images, positions = row_images.select(segments.inputs, device)
     if images is None and vision is not None and with_unused_image:
         images = ImageBatch.unused(vision, device)
-    rows, predictors = np.unique(segments.row_before(tokens, documents), return_inverse=True)
+    rows, predictors = np.unique(segments.rows_of(tokens - 1), return_inverse=True)
+    repeats = None
+    if sharing == "tree" and mb.support is None and mb.alternatives is None:
+        repeats = _find_repeats(predictors, mb.token_ids[tokens], mb.temperatures[tokens], device)
 
     return PassInputs(
         token_ids=_to_device(mb.token_ids[segments.inputs], device),
         layout=PackedLayout(segments.cu_seqlens, device, segments.parents, positions),
         images=images,
+        repeats=repeats,
         rows=_to_device(rows, device),
         predictors=_to_device(predictors, device),
         targets=_to_device(mb.token_ids[tokens], device),
@@ -197,85 +208,130 @@ def _to_device(values: np.ndarray, device: torch.device, dtype: type = np.int64)
     return torch.from_numpy(values.astype(dtype)).to(device)
 
 
+def _find_repeats(
+    predictors: np.ndarray, targets: np.ndarray, temperatures: np.ndarray, device: torch.device
+) -> Repeats | None:
+    """The tokens that have predictor, target and temperature in common; None if none have."""
+    kinds, by_temperature = np.unique(temperatures, return_inverse=True)
+    codes = predictors * (int(targets.max()) + 1) + targets
+    _, firsts, places = np.unique(codes * len(kinds) + by_temperature, return_index=True, return_inverse=True)
+    if len(firsts) == len(targets):
+        return None
+    return Repeats(_to_device(firsts, device), _to_device(places, device))
+
+
 @dataclass(frozen=True)
 class _SegmentLayout:
-    """The order of tokens in a pass: roots sorted by length, then continuations by shape."""
+    """The order of tokens in a pass: segment by segment, each behind the one that it continues."""
 
     inputs: np.ndarray  # index in the micro batch of every input
     cu_seqlens: tuple[int, ...]
     parents: tuple[int, ...] | None
-    starts: np.ndarray  # [documents] where the document begins in the micro batch
-    cuts: np.ndarray  # [documents] tokens of the document that lie in its root
-    root_starts: np.ndarray  # [documents] where its root begins in the new row
-    rest_starts: np.ndarray  # [documents] where its continuation begins there
+    # Documents in pieces, one per segment, in the order of the micro batch:
+    piece_starts: np.ndarray  # where each begins in the micro batch
+    piece_rows: np.ndarray  # the input that has its first token
 
-    def row_before(self, tokens: np.ndarray, documents: np.ndarray) -> np.ndarray:
-        """The input that is the token before each of these tokens."""
-        before = tokens - 1 - self.starts[documents]
-        cuts = self.cuts[documents]
-        return np.where(
-            before < cuts, self.root_starts[documents] + before, self.rest_starts[documents] + before - cuts
-        )
+    def rows_of(self, tokens: np.ndarray) -> np.ndarray:
+        """The inputs that have these tokens of the micro batch."""
+        pieces = np.searchsorted(self.piece_starts, tokens, side="right") - 1
+        return self.piece_rows[pieces] + tokens - self.piece_starts[pieces]
 
 
 def _lay_out_segments(
-    equal: Sequence[np.ndarray], starts: np.ndarray, tokens: np.ndarray, documents: np.ndarray, *, share_prefixes: bool
+    equal: Sequence[np.ndarray],
+    starts: np.ndarray,
+    tokens: np.ndarray,
+    documents: np.ndarray,
+    *,
+    sharing: SharedPrefixes,
 ) -> _SegmentLayout:
     """Lay out the inputs for `tokens`: all tokens of a document before the last of them.
 
-    equal: streams in which prompts must be equal to be shared, token ids and others.
+    equal: streams in which tokens must be equal to be shared, token ids and others.
     """
     lengths = np.zeros(len(starts), dtype=np.int64)
     # Tokens are in order, so the last one of a document overwrites the others.
     lengths[documents] = tokens - starts[documents]
-    roots = np.arange(len(starts))  # the document whose root this one uses
-    cuts = lengths.copy()
-    if share_prefixes:
+    if sharing == "tree":
+        ends = starts + lengths
+        spans = [slice(start, end) for start, end in zip(starts.tolist(), ends.tolist())]
+        tree = PrefixTree.of([[stream[span] for stream in equal] for span in spans])
+    elif sharing == "prompts":
         first_wanted = np.zeros_like(lengths)
         first_wanted[documents[::-1]] = (tokens - starts[documents])[::-1]
-        _share_prompts(equal, starts, first_wanted, roots, cuts)
-    is_root = (roots == np.arange(len(starts))) & (cuts > 0)
-    root_order = np.flatnonzero(is_root)
-    root_order = root_order[np.argsort(cuts[root_order], kind="stable")]
-    rest = np.flatnonzero(lengths > cuts)
-    root_index = np.zeros(len(starts), dtype=np.int64)
-    root_index[root_order] = np.arange(len(root_order))
-    rest = rest[np.lexsort((root_index[roots[rest]], cuts[rest], lengths[rest] - cuts[rest]))]
-
-    begins = np.concatenate((starts[root_order], starts[rest] + cuts[rest]))
-    sizes = np.concatenate((cuts[root_order], lengths[rest] - cuts[rest]))
+        tree = _share_prompts(equal, starts, first_wanted, lengths)
+    else:
+        tree = PrefixTree.flat(lengths)
+    order = _order_of_nodes(tree)
+    sizes = (tree.ends - tree.starts)[order]
     bounds = np.concatenate(([0], np.cumsum(sizes)))
+    begins = (starts[tree.documents] + tree.starts)[order]
     inputs = np.arange(bounds[-1]) + np.repeat(begins - bounds[:-1], sizes)
-    rest_starts = np.zeros(len(starts), dtype=np.int64)
-    rest_starts[rest] = bounds[len(root_order) : -1]
-    parents = np.concatenate((np.full(len(root_order), -1), root_index[roots[rest]]))
+    numbers = np.empty(len(order) + 1, np.int64)
+    numbers[order], numbers[-1] = np.arange(len(order)), -1
+    parents = numbers[tree.parents[order]]
+    piece_documents, piece_nodes = _pieces_of(tree)
     return _SegmentLayout(
         inputs=inputs,
         cu_seqlens=tuple(bounds.tolist()),
-        parents=tuple(parents.tolist()) if len(rest) else None,
-        starts=starts,
-        cuts=cuts,
-        root_starts=bounds[root_index[roots]],
-        rest_starts=rest_starts,
+        parents=tuple(parents.tolist()) if (parents >= 0).any() else None,
+        piece_starts=starts[piece_documents] + tree.starts[piece_nodes],
+        piece_rows=bounds[numbers[piece_nodes]],
     )
 
 
-def _share_prompts(
-    equal: Sequence[np.ndarray], starts: np.ndarray, first_wanted: np.ndarray, roots: np.ndarray, cuts: np.ndarray
-) -> None:
-    """Make documents with equal tokens before their first wanted one share a root.
+def _order_of_nodes(tree: PrefixTree) -> np.ndarray:
+    """The nodes level by level, roots first; on a level those of equal shape beside each other."""
+    levels = np.zeros(len(tree.parents), np.int64)
+    for node in np.flatnonzero(tree.parents >= 0).tolist():
+        levels[node] = levels[tree.parents[node]] + 1
+    numbers, order = np.zeros(len(levels) + 1, np.int64), np.zeros(0, np.int64)
+    for level in range(int(levels.max(initial=-1)) + 1):
+        nodes = np.flatnonzero(levels == level)
+        starts = tree.starts[nodes]
+        nodes = nodes[np.lexsort((numbers[tree.parents[nodes]], starts, tree.ends[nodes] - starts))]
+        numbers[nodes] = np.arange(len(nodes)) + len(order)
+        order = np.concatenate((order, nodes))
+    return order
 
-    Sets roots and cuts in place.
-    """
+
+def _pieces_of(tree: PrefixTree) -> tuple[np.ndarray, np.ndarray]:
+    """Document and node of every piece, in the order of documents and of their tokens."""
+    if (tree.parents < 0).all():
+        documents = np.flatnonzero(tree.lasts >= 0)
+        return documents, tree.lasts[documents]
+    paths = [tree.path(document) for document in range(len(tree.lasts))]
+    documents = np.repeat(np.arange(len(paths)), [len(path) for path in paths])
+    return documents, np.array([node for path in paths for node in path], np.int64)
+
+
+def _share_prompts(
+    equal: Sequence[np.ndarray], starts: np.ndarray, first_wanted: np.ndarray, lengths: np.ndarray
+) -> PrefixTree:
+    """The tree of documents that share a root if they have equal tokens before their first wanted one."""
     prompts: dict[tuple[bytes, ...], list[int]] = {}
     for document in np.flatnonzero(first_wanted).tolist():
         prompt = slice(starts[document], starts[document] + first_wanted[document])
         key = tuple(stream[prompt].tobytes() for stream in equal)
         prompts.setdefault(key, []).append(document)
+    roots, cuts = np.arange(len(starts)), lengths.copy()
     for sharing in prompts.values():
         if len(sharing) > 1:
             roots[sharing] = sharing[0]
             cuts[sharing] = first_wanted[sharing]
+    own = np.flatnonzero((roots == np.arange(len(starts))) & (lengths > 0))
+    rest = np.flatnonzero(lengths > cuts)
+    numbers = np.zeros(len(starts), np.int64)
+    numbers[own] = np.arange(len(own))
+    lasts = np.where(lengths > 0, numbers[roots], -1)
+    lasts[rest] = len(own) + np.arange(len(rest))
+    return PrefixTree(
+        documents=np.concatenate((own, rest)),
+        starts=np.concatenate((np.zeros_like(own), cuts[rest])),
+        ends=np.concatenate((cuts[own], lengths[rest])),
+        parents=np.concatenate((np.full(len(own), -1), numbers[roots[rest]])),
+        lasts=lasts,
+    )
 
 
 def _find_images(mb: MicroBatch, is_target: np.ndarray, vision: VisionShape | None) -> RowImages | None:

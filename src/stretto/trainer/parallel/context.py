@@ -202,7 +202,7 @@ def _ring(layout: PackedLayout, shards: _TokenShards, mesh: Mesh) -> Attend:
     @cache
     def visible() -> VisibleKeys:
         tokens = shards.inputs[me].cpu().numpy()
-        return VisibleKeys.of(layout.cu_seqlens, None, positions.device, tokens)
+        return VisibleKeys.of(layout.tree, positions.device, tokens)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         choice = limits.keys

@@ -7,14 +7,14 @@ of them get the scores of all tokens: losses over whole samples work unchanged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from stretto.check.degrees import cp_style
-from stretto.config.sections.model import ModelSection
+from stretto.config.sections.model import ModelSection, SharedPrefixes
 from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
 from stretto.models.lm_head import head_logits, token_logprobs
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-def shares_prefixes(policy: Policy, mesh: Mesh, model: ModelSection) -> bool:
-    """Whether prompts that several samples begin with are computed once."""
+def sharing_of(policy: Policy, mesh: Mesh, model: ModelSection) -> SharedPrefixes:
+    """Which tokens that samples begin with alike are computed once: what `model` says, where it can be done."""
     is_ring = mesh.degrees.cp > 1 and cp_style(model, policy.config) == "ring"
-    # On a GPU one flash kernel over whole documents is faster than a call per shape of segment.
-    return mesh.device.type == "cpu" and policy.shares_prefixes and not is_ring
+    # On a GPU one flash kernel over whole documents is faster than a call per shape of prompt and reply.
+    is_slower = mesh.device.type != "cpu" and model.shared_prefixes == "prompts"
+    return model.shared_prefixes if policy.shares_prefixes and not is_ring and not is_slower else "off"
 
 
 def compute_logprobs(
@@ -54,6 +55,12 @@ def compute_logprobs(
     tokens have alternatives, the log-probabilities of these follow that of the token. logits: a list to which the
     float32 logits of the trained tokens are appended.
     """
+    repeats = inputs.repeats
+    if repeats is not None:
+        predictors, targets, temperatures = (
+            x[repeats.firsts] for x in (inputs.predictors, inputs.targets, inputs.temperatures)
+        )
+        inputs = replace(inputs, predictors=predictors, targets=targets, temperatures=temperatures, repeats=None)
     hidden, tokens = _hidden_states(policy, inputs, mesh, model, routing)
     weight, targets, temperatures = policy.output_weight, inputs.targets, inputs.temperatures
     support, alternatives = inputs.support, inputs.streams.alternatives
@@ -66,10 +73,14 @@ def compute_logprobs(
     scores = token_logprobs(
         hidden, weight, targets, temperatures, chunk, entropy_grad=entropy_grad, support=support, cap=cap
     )
+    found = [tokens.gather(x) for x in scores]
     if logits is not None:
-        logits.append(tokens.gather(head_logits(hidden, weight, cap)))
-    logprobs, entropy = scores
-    return tokens.gather(logprobs), tokens.gather(entropy)
+        found.append(tokens.gather(head_logits(hidden, weight, cap)))
+    if repeats is not None:
+        found = [x.index_select(0, repeats.places) for x in found]
+    if logits is not None:
+        logits.append(found[2])
+    return found[0], found[1]
 
 
 def compute_values(

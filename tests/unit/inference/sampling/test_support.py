@@ -233,8 +233,8 @@ def joined_row(mbs: list[MicroBatch]) -> MicroBatch:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("shares", [True, False], ids=["shared", "apart"])
-def test_gradients_do_not_depend_on_packing(shares):
+@pytest.mark.parametrize("sharing", ["tree", "prompts", "off"])
+def test_gradients_do_not_depend_on_packing(sharing):
     mbs, results = with_supports(), []
     mbs[1] = msgspec.structs.replace(mbs[1], support=None)
     row = joined_row(mbs)
@@ -242,7 +242,7 @@ def test_gradients_do_not_depend_on_packing(shares):
     dealt = [mb for part in split_samples([row], 3) for mb in part]
     for batch in (mbs, [row], halves, dealt):
         learner = build_learner(build_policy(2))
-        learner.network.shares_prefixes = shares
+        learner.network.sharing = sharing
         learner.forward_backward(batch)
         results.append(gradients(learner))
     for other in results[1:]:

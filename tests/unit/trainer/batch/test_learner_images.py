@@ -28,9 +28,10 @@ def learner_of(case="qwen3_vl", *, is_frozen=True, **model):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("case", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+@pytest.mark.parametrize("case", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_vl as a tree"])
 def test_samples_in_a_row_have_the_logprobs_of_each_alone(case):
-    learner = learner_of(case)
+    sharing = "tree" if "tree" in case else "prompts"
+    learner = learner_of(case.split()[0], shared_prefixes=sharing)
     small, large, other = image((1, 2, 4), 0), image((2, 4, 4), 1), image((1, 2, 4), 2)
     # The texts of the first two groups are equal and their images are not.
     samples = image_group(0, [small]) + image_group(0, [other]) + image_group(1, []) + image_group(2, [large, small])
@@ -48,11 +49,12 @@ def test_samples_in_a_row_have_the_logprobs_of_each_alone(case):
     assert (mb.temperatures == 1.0).any()
 
 
-def test_equal_prompts_are_shared_with_their_images_and_not_without():
+@pytest.mark.parametrize("sharing", ["prompts", "tree"])
+def test_equal_prompts_are_shared_with_their_images_and_not_without(sharing):
     policy = build_vision_policy("qwen3_vl")
     small, other = image((1, 2, 4), 0), image((1, 2, 4), 2)
     inputs = lambda mb: build_pass_inputs(
-        mb, policy.config.vocab_size, torch.device("cpu"), share_prefixes=True, vision=policy.config.vision
+        mb, policy.config.vocab_size, torch.device("cpu"), sharing=sharing, vision=policy.config.vision
     )
     same = inputs(pack_images(image_group(0, [small]) + image_group(0, [small])))
     different = inputs(pack_images(image_group(0, [small]) + image_group(0, [other])))

@@ -12,7 +12,7 @@ chosen, so that the choice does not depend on the sizes of blocks or on the rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from stretto.models.segments import SegmentTree
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Int32, Int64
@@ -82,9 +84,9 @@ class _Block:
 
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
-    """The keys that each query sees: [start, end) of its segment, [prefix_start, prefix_end).
+    """The keys that each query sees: ranges [start, end) of its own segment and of those that it continues.
 
-    spans: these four, int64 [queries, 4]. The first range ends with the query itself.
+    spans: these bounds, int64 [queries, ranges, 2]. The first range ends with the query itself; empty ranges fill up.
     """
 
     spans: np.ndarray
@@ -92,26 +94,24 @@ class VisibleKeys:
 
     @classmethod
     def of(
-        cls,
-        cu_seqlens: Sequence[int],
-        parents: Sequence[int] | None,
-        device: torch.device,
-        tokens: Int[np.ndarray, " queries"] | None = None,
+        cls, tree: SegmentTree, device: torch.device, tokens: Int[np.ndarray, " queries"] | None = None
     ) -> VisibleKeys:
-        """The keys that these tokens (None: all) of a row see, with segments as in `PackedLayout`."""
-        bounds = np.asarray(cu_seqlens, np.int64)
-        parent_of = np.full(len(bounds) - 1, -1) if parents is None else np.asarray(parents, np.int64)
+        """The keys that these tokens (None: all) of a row see."""
+        bounds = tree.bounds
         tokens = np.arange(bounds[-1]) if tokens is None else tokens
         segments = np.searchsorted(bounds, tokens, side="right") - 1
-        parent = parent_of[segments]
-        has_parent = parent >= 0
-        prefix = (np.where(has_parent, bounds[parent], 0), np.where(has_parent, bounds[parent + 1], 0))
-        return cls(np.stack((bounds[segments], tokens + 1, *prefix), 1).reshape(-1, 4), device)
+        spans = [np.stack((bounds[segments], tokens + 1), 1)]
+        above = tree.parents[segments]
+        while (above >= 0).any():
+            has_parent = above >= 0
+            spans.append(np.where(has_parent[:, None], np.stack((bounds[above], bounds[above + 1]), 1), 0))
+            above = np.where(has_parent, tree.parents[above], -1)
+        return cls(np.stack(spans, 1), device)
 
     @cached_property
     def counts(self) -> Int[np.ndarray, " queries"]:
         """Keys that each query sees."""
-        return self.spans[:, 1] - self.spans[:, 0] + self.spans[:, 3] - self.spans[:, 2]
+        return (self.spans[:, :, 1] - self.spans[:, :, 0]).sum(1)
 
     @cached_property
     def max_count(self) -> int:
@@ -119,18 +119,18 @@ class VisibleKeys:
         return int(self.counts.max(initial=0))
 
     @cached_property
-    def on_device(self) -> Int64[Tensor, "queries 4"]:
+    def on_device(self) -> Int64[Tensor, "queries ranges two"]:
         return torch.from_numpy(self.spans).to(self.device)
 
     def is_visible(self, rows: slice, keys: Int[Tensor, " keys"]) -> Bool[Tensor, "rows keys"]:
         """True where a query of `rows` may see a key."""
-        start, end, first, last = (bound.unsqueeze(1) for bound in self.on_device[rows].unbind(1))
-        return ((keys >= start) & (keys < end)) | ((keys >= first) & (keys < last))
+        starts, ends = self.on_device[rows].unsqueeze(3).unbind(2)
+        return ((keys >= starts) & (keys < ends)).any(1)
 
     def blocks(self) -> Iterator[_Block]:
         """All queries in blocks of neighbours, each with the keys that any of them sees."""
         factor = _GPU_FACTOR if self.device.type == "cuda" else 1
-        breaks = (np.flatnonzero(np.diff(self.spans[:, 1]) != 1) + 1).tolist()
+        breaks = (np.flatnonzero(np.diff(self.spans[:, 0, 1]) != 1) + 1).tolist()
         for low, high in zip([0, *breaks], [*breaks, len(self.spans)]):
             for start in range(low, high, MAX_QUERIES * factor):
                 stop = min(start + MAX_QUERIES * factor, high)
@@ -138,20 +138,23 @@ class VisibleKeys:
 
     @staticmethod
     def _ranges(spans: np.ndarray) -> list[tuple[int, int, bool]]:
-        hulls = [(int(spans[:, 0].min()), int(spans[:, 1].max()))]
-        prefixes = spans[spans[:, 3] > spans[:, 2], 2:]
-        if len(prefixes):
-            hulls.append((int(prefixes[:, 0].min()), int(prefixes[:, 1].max())))
-        hulls.sort()
-        if len(hulls) == 2 and hulls[0][1] > hulls[1][0]:  # no key may be met twice
-            hulls = [(hulls[0][0], max(hulls[0][1], hulls[1][1]))]
+        spans = spans[:, (spans[:, :, 1] > spans[:, :, 0]).any(0)]
+        hulls: list[tuple[int, int]] = []
+        for column in range(spans.shape[1]):
+            own = spans[spans[:, column, 1] > spans[:, column, 0], column]
+            hulls.append((int(own[:, 0].min()), int(own[:, 1].max())))
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted(hulls):
+            if merged and merged[-1][1] > low:  # no key may be met twice
+                merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+            else:
+                merged.append((low, high))
         ranges = []
-        for low, high in hulls:
+        for low, high in merged:
             for first in range(low, high, MAX_KEYS):
                 last = min(first + MAX_KEYS, high)
-                is_own = (spans[:, 0] <= first) & (spans[:, 1] >= last)
-                is_prefix = (spans[:, 2] <= first) & (spans[:, 3] >= last)
-                ranges.append((first, last, bool((is_own | is_prefix).all())))
+                is_whole = ((spans[:, :, 0] <= first) & (spans[:, :, 1] >= last)).any(1).all()
+                ranges.append((first, last, bool(is_whole)))
         return ranges
 
 
