@@ -56,7 +56,10 @@ class Side:
         """Raises: ConfigError if there is no run, or none with a ledger."""
         self.run = Run(path)
         if not self.run.dir.ledger.exists():
-            raise ConfigError(f"{self.run.dir}: this run has no rollouts (there is no {self.run.dir.ledger.name}).")
+            raise ConfigError(
+                f"{self.run.dir}: this run has no rollouts (there is no {self.run.dir.ledger.name}); runs of `rl` "
+                "have them."
+            )
         self.ledger = LedgerReader(self.run.dir)
         rows = self.ledger.rows("SELECT DISTINCT step, group_id FROM live_rollouts ORDER BY step, group_id")
         self.batches: dict[int, list[int]] = {row["step"]: [] for row in self.ledger.batches()}

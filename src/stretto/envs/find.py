@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 from stretto import addons
@@ -55,6 +56,15 @@ def hub_of(env_id: str) -> tuple[str, str] | None:
     if not source:
         raise ConfigError(f'environment {env_id!r} names a hub; say what of it: id = "{hub}:..."')
     return hub, source
+
+
+def hub_meant(env_id: str) -> str | None:
+    """The id of a hub that is almost the given one, `HUB:SOURCE`, which is no module; None if there is none."""
+    import difflib
+
+    name, _, source = env_id.partition(":")
+    near = difflib.get_close_matches(name.replace("_", "-"), addons.registered(HUBS), n=1, cutoff=0.75)
+    return f"{near[0]}:{source}" if near and find_module(name) is None and not Path(name).exists() else None
 
 
 def find_module(env_id: str) -> str | None:
