@@ -244,9 +244,9 @@ def _forms_text(path: str, prefix: str, forms: Sequence[type[Section]], default:
     """The key `type` of a table of several forms: its values, and what each is."""
     tags = [str(tag_of(form)) for form in forms]
     flag = f"  {prefix.replace('_', '-')}type <{' or '.join(show(tag) for tag in tags)}>"
-    more = "the table is off unless given" if default is None else f"default: {show(default)}"
+    more = "default: the table is off" if default is None else f"default: {show(default)}"
     flag = textwrap.fill(flag, width, subsequent_indent=" " * 6, break_on_hyphens=False, break_long_words=False)
-    lines = [_header(path), flag, *_wrapped(f"Which form of the section ({more})", 8, width)]
+    lines = [_header(path), flag, *_wrapped(f"{keys(forms[0])['type'].doc} ({more})", 8, width)]
     for tag, form in zip(tags, forms):
         first = " ".join((form.__doc__ or "").split()).partition(". ")[0].removesuffix(".")
         lines += textwrap.wrap(f"{tag}: {first}", width, initial_indent=" " * 8, subsequent_indent=" " * 12)

@@ -462,8 +462,7 @@ def _find_factory(env_id: str) -> Callable[..., Any]:
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(find.names())};"
         raise ConfigError(f"no environment {env_id!r}; {hint} name your own as a module or `module:attr`.")
     module_name, attr = path.split(":", 1)
-    if find.path_of(env_id) is None and (meant := find.hub_meant(env_id)) is not None:
-        raise ConfigError(f"no environment {env_id!r}; did you mean {meant!r}?")
+    find.check_hub_name(env_id)
     module = load_module(module_name, f"environment {env_id!r}")
     if not hasattr(module, attr):
         import difflib

@@ -58,13 +58,14 @@ def hub_of(env_id: str) -> tuple[str, str] | None:
     return hub, source
 
 
-def hub_meant(env_id: str) -> str | None:
-    """The id of a hub that is almost the given one, `HUB:SOURCE`, which is no module; None if there is none."""
+def check_hub_name(env_id: str) -> None:
+    """Raises: ConfigError for an id whose first part is no module and almost the name of a hub."""
     import difflib
 
     name, _, source = env_id.partition(":")
     near = difflib.get_close_matches(name.replace("_", "-"), addons.registered(HUBS), n=1, cutoff=0.75)
-    return f"{near[0]}:{source}" if near and find_module(name) is None and not Path(name).exists() else None
+    if near and hub_of(env_id) is None and find_module(name) is None and not Path(name).exists():
+        raise ConfigError(f"no environment {env_id!r}; did you mean '{near[0]}:{source}'?")
 
 
 def find_module(env_id: str) -> str | None:

@@ -1,8 +1,8 @@
 """Keeps what was computed for every trained token in RUN/tokens_trained/step_N.bin, for the page's colours.
 
 Passes leave their numbers on the device; at the end of the step one copy fetches them, and a thread writes the file
-while the next step runs. A run keeps trainer.keep_token_bytes of such files. A disk that fails or cannot follow costs records and
-a warning, never a step.
+while the next step runs. A run keeps trainer.keep_token_bytes of such files. A disk that fails or cannot follow costs
+records and a warning, never a step.
 """
 
 from __future__ import annotations
