@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from stored_runs import MEMBERS, word, write_run
 
+from stretto.base import keeper
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.cli import main
@@ -75,7 +76,10 @@ def test_formats_hold_the_same_rows(run: Path, tmp_path: Path) -> None:
     assert datasets.load_from_disk(str(tmp_path / "best")).to_list() == wanted
 
 
-def test_a_place_below_a_file_is_no_bug(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_below_a_file_is_no_bug(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(keeper.VARIABLE, raising=False)
     (tmp_path / "file").write_text("")
     assert main(["export", str(run), "--out", str(tmp_path / "file" / "rows.jsonl")]) == 1
     err = capsys.readouterr().err
