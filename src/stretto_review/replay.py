@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -45,7 +46,8 @@ def replay(words: Sequence[str]) -> int:
     first = Side(str(unpack(Path(args.run))) if is_bundle else args.run)
     here, start = first.run.dir, args.start
     if args.bundle is not None:
-        print(f"wrote {write_bundle(first.run, args.bundle, args.out)}; play it: stretto replay FILE")
+        path = write_bundle(first.run, args.bundle, args.out)
+        print(f"wrote {path}; play it: stretto replay {shlex.quote(str(path))}")
         return 0
     if not first.batches:
         raise ConfigError(f"{here} has trained no step")

@@ -182,7 +182,8 @@ def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: flo
                 sys.stdout.write(f"{url}: {'removed' if node is None else node['state']}\n")
             del left[url]
         if left and time.monotonic() > deadline:
-            why = f"; is the run going on? `stretto status {run}` tells" if fleet["id"] == newest else ""
+            why = "; the wish stays, and `stretto engines remove` takes it back" if state == "on" else ""
+            why = f"; is the run going on? `stretto status {run}` tells" if fleet["id"] == newest else why
             sys.stderr.write(f"error: after {timeout_s:g} s not yet: {', '.join(left)}{why}\n")
             return 1
         time.sleep(POLL_S if left else 0)

@@ -95,6 +95,27 @@ def test_a_wish_that_is_refused_is_taken_back(run: RunDir) -> None:
     assert json.loads(path.read_text()) == wish
 
 
+def test_an_engine_that_does_not_answer_is_told_with_what_becomes_of_the_wish(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer() -> None:
+        while not run.engines.exists() or not list(run.engines.glob("*.json")):
+            time.sleep(0.01)
+        ledger = Ledger(run)
+        known = fleet(gpu1="ready", gpu7="down")
+        known["engines"][URL]["reason"] = "cannot connect: connection refused"
+        ledger.event("fleet", known | {"refused": {}})
+        ledger.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert engines(["add", str(run), URL, "--timeout", "2"]) == 1
+    thread.join()
+    said = capsys.readouterr()
+    assert "cannot connect: connection refused" in said.out
+    assert "the wish stays, and `stretto engines remove` takes it back" in said.err
+
+
 def test_a_run_that_does_not_answer_is_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert engines(["add", str(run), URL, "--timeout", "0.2"]) == 1
     assert "stretto status" in capsys.readouterr().err
