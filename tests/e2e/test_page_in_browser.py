@@ -266,7 +266,7 @@ def test_what_is_drawn_stays_as_the_run_goes_on(tab: Any, address: str, ended: P
 
 
 def test_what_the_chat_asks_stays_until_it_is_answered(tab: Any, ended: Path) -> None:
-    """Another run goes on, so the page asks before it starts an engine; meanwhile news of the run draw the view anew."""
+    """Another run goes on, so the page asks before it starts an engine; news of the run draw the view anew."""
     lock = open_locked(RunDir(ended / "copy").lock)
     os.write(lock, b"17")
     summary = RunDir(ended / "live").summary
