@@ -838,6 +838,22 @@ def test_a_key_of_a_table_by_name_may_have_dashes(tmp_path: Path) -> None:
     assert (cfg.models["my-judge"].base_url, cfg.models["my-judge"].client.max_concurrent) == ("http://a:1/v1", 3)
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--trainer.loss ipo", 'write trainer.loss.type = "ipo", or --trainer.loss.type ipo'),
+        (
+            "--orchestrator.algo dr_grpo",
+            'write orchestrator.algo.type = "dr_grpo", or --orchestrator.algo.type dr_grpo',
+        ),
+        ("--trainer.loss mine", "a table is needed: [trainer.loss] type = "),
+    ],
+)
+def test_a_form_that_stands_for_its_table_is_told_its_key(flags: str, told: str, tmp_path: Path) -> None:
+    (line,) = complaints(tmp_path, ENV, flags)
+    assert told in line
+
+
 PAIRS = '[data]\ntype = "preference"\nname = "a.jsonl"\n'
 
 
