@@ -217,8 +217,9 @@ class Key:
         A union that may be left out has none, unless its field names one: `json_schema_extra={"type": ...}`.
         """
         if not self.field.is_required():
-            named = self.field.json_schema_extra
-            return getattr(self.field.default, "type", named.get("type") if isinstance(named, dict) else None)
+            if isinstance(named := self.field.json_schema_extra, dict):
+                return str(named["type"])
+            return getattr(self.field.default, "type", None)
         return tag_of(self.sections[0]) if len(self.sections) > 1 else None
 
     @property
