@@ -162,6 +162,7 @@ _OF_THE_MACHINE = {
     errno.EPERM: "give another place, or the permission",
     errno.EROFS: "give another place",
     errno.ENOTDIR: "give another place",
+    errno.EEXIST: "give another place",
     errno.ELOOP: "symbolic links lead in a circle there",
     errno.ENOSPC: "free some, or give another place",
     errno.EDQUOT: "free some, or give another place",

@@ -275,7 +275,9 @@ def _weight_rows(texts: Sequence[str]) -> Rows:
 def _other_models(cfg: RLConfig) -> Rows:
     """The rows of models that a run loads besides the one that is trained."""
     names = [name for name, _ in models_of(cfg) if name != cfg.model.name]
-    return [("model", _of_hub(name)) for name in names if not Path(name).expanduser().is_dir()]
+    keys = {section.model: f"models.{key}" for key, section in cfg.models.items() if section.base_url is None}
+    missing = [name for name in names if not Path(name).expanduser().is_dir()]
+    return [("model", (f"{keys[name]}: " if name in keys else "") + _of_hub(name)) for name in missing]
 
 
 def _of_hub(name: str) -> str:

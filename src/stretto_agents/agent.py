@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -31,6 +32,7 @@ from stretto_agents.server import Gateway
 from stretto_agents.session import Session
 
 ANSWERS = ("reply", "output")
+PLACEHOLDERS = ("prompt", "base_url", "key")
 MOST_REFUSED = 3
 """Requests beyond a limit, after which a program that goes on asking is ended."""
 _UNUSED = ("generate", "sample_hooks", "group_reward", "data_source")
@@ -80,6 +82,7 @@ def agent(
         raise ConfigError(f"agent: {used[0]} does nothing here: the program requests the replies; remove it")
     if not settings.apply_chat_template:
         raise ConfigError("agent: apply_chat_template = false does nothing here: programs send messages; remove it")
+    _check_placeholders(command)
     built = Agent(settings, Records(settings, run, build_arguments(settings, run)), _found(command))
     built.answer, built.timeout_s = answer, timeout_s
     built.limits = EpisodeLimits(max_turns, max_tokens, timeout_s)
@@ -97,6 +100,16 @@ _DATA = [
     if name not in ("path", *_UNUSED)
 ]
 agent.__signature__ = inspect.Signature([*_OWN, *_DATA])  # type: ignore[attr-defined]  # `inspect` reads it
+
+
+def _check_placeholders(command: list[str]) -> None:
+    """Raises: ConfigError for a word in braces that is almost one which is replaced."""
+    import difflib
+
+    for word in re.findall(r"\{(\w+)\}", " ".join(command)):
+        near = difflib.get_close_matches(word, PLACEHOLDERS, n=1, cutoff=0.75)
+        if word not in PLACEHOLDERS and near:
+            raise ConfigError(f"agent: command: {{{word}}} is not replaced; did you mean {{{near[0]}}}?")
 
 
 def _found(command: list[str]) -> list[str]:

@@ -61,7 +61,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--peer", metavar="HOST[:PORT]", help="measure the way to a host with --listen")
     options, rest = parser.parse_known_args(list(words))
-    parser.refuse_near([word for word in rest if "." not in word])
+    parser.refuse_near(rest)
     if not 0 <= options.wait < math.inf:
         raise ConfigError(f"--wait {options.wait:g}: give seconds, 0 or more")
     return options, rest

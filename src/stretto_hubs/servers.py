@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from stretto.base import process
-from stretto.base.errors import ConfigError, EnvError
+from stretto.base.errors import ConfigError, EnvError, reason_of
 from stretto.base.secret import without_secret
 
 START_S = 120.0
@@ -134,7 +134,8 @@ def fetch_json(url: str) -> Any:
         with error:
             return f"HTTP {error.code} at {url}"
     except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error))
+        reason = getattr(error, "reason", error)
+        return reason_of(reason) if isinstance(reason, OSError) else str(reason)
 
 
 async def answer_of(http: aiohttp.ClientSession, method: str, url: str, what: str, **request: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import ConfigError, DataError, meant_path
 from stretto.config.reading.plain import PlainParser
 from stretto_megatron.places import POINTER, find_iteration, is_megatron
 
@@ -31,6 +31,9 @@ def convert(words: list[str]) -> int:
     parser.add_argument("--step", type=int, metavar="N", help="iteration of a Megatron checkpoint; its latest")
     options = parser.parse_args(words)
     source, target = options.source.expanduser(), options.target.expanduser()
+    if not source.is_dir():
+        what = "this is a file" if source.exists() else f"there is no such directory{meant_path(source)}"
+        raise ConfigError(f"{source}: {what}; give the directory of a checkpoint of Megatron, or of Hugging Face")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already; name another directory, or delete it")
     try:

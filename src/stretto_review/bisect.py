@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -50,8 +51,10 @@ def bisect(words: Sequence[str]) -> int:
     if (args.commits is not None) + (args.changes_of is not None) + bool(rest) != 1:
         raise ConfigError(
             "stretto bisect: give what is searched, one of: --commits GOOD..BAD, --changes-of RUN, or changes as words "
-            "of `rl`, such as --trainer.optim.lr 1e-4 --loss.type ppo"
+            "of `rl`, such as --trainer.optim.lr 1e-4 --trainer.loss.type ppo"
         )
+    if args.commits is not None and _git(here := Path(args.repository), "rev-parse", "--git-dir").returncode:
+        raise ConfigError(f"stretto bisect: {here.absolute()} is no git repository; name one with --repository")
     command = [sys.executable, "-m", "stretto", "replay", str(path), "--tolerance", str(args.tolerance)]
     directory = unpack(path)
     if args.commits is not None:
@@ -216,5 +219,8 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--repository", default=".", metavar="DIR", help="of the commits (.)")
     parser.add_argument("--changes-of", metavar="RUN", help="search what this run is configured differently in")
     parser.add_argument("--tolerance", type=float, default=0.0, metavar="T", help="numbers may differ by T (0)")
+    parser.refuse_near(words)
     args, rest = parser.parse_known_args(list(words))
+    if not 0 <= args.tolerance < math.inf:
+        raise ConfigError(f"stretto bisect: --tolerance {args.tolerance:g}: give 0 or more")
     return args, rest

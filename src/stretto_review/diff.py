@@ -33,8 +33,8 @@ Pairs = list[tuple[Rollout, Rollout]]
 NOT_COMPARED = ("run", "output_dir", "monitors", "resume", "env_vars", "deployment")
 """Sections of the configuration that name places, not what is learned."""
 MOST_KEYS = 20
-TIMES = ("time", "perf", "inference", "trainer", "incarnation", "progress", "publish", "budget")
-"""First parts of metrics that tell of times and machines."""
+TIMES = ("time", "perf", "inference", "trainer", "incarnation", "progress", "publish", "budget", "canary")
+"""First parts of metrics that tell of times and machines, or are of whatever was the latest at that time."""
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
@@ -56,7 +56,10 @@ class Side:
         """Raises: ConfigError if there is no run, or none with a ledger."""
         self.run = Run(path)
         if not self.run.dir.ledger.exists():
-            raise ConfigError(f"{self.run.dir}: this run has no rollouts (there is no {self.run.dir.ledger.name}).")
+            raise ConfigError(
+                f"{self.run.dir}: this run has no rollouts (there is no {self.run.dir.ledger.name}); runs of `rl` "
+                "have them."
+            )
         self.ledger = LedgerReader(self.run.dir)
         rows = self.ledger.rows("SELECT DISTINCT step, group_id FROM live_rollouts ORDER BY step, group_id")
         self.batches: dict[int, list[int]] = {row["step"]: [] for row in self.ledger.batches()}
@@ -303,7 +306,7 @@ def as_text(said: dict[str, Any], one: Side, two: Side) -> str:
 def difference_text(found: Sequence[dict[str, Any]], num_compared: int) -> str:
     """The fields of the differences of one step, or that there is none in so many steps."""
     if not found:
-        return f"NO DIFFERENCE in {num_compared} steps"
+        return f"NO DIFFERENCE in {num_compared} step{'s' if num_compared != 1 else ''}"
     first, *others = found
     lines = [f"FIRST DIFFERENCE at step {first['step']}: {_text(first)}"]
     return "\n".join([*lines, *(f"  also at this step: {_text(each)}" for each in others)])

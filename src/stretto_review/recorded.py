@@ -133,12 +133,12 @@ def write_bundle(run: Run, step: int, out: Path | None) -> Path:
             raise ConfigError(f"stretto replay: --bundle {step}: {here} has trained no such step")
         for number in numbers:
             ledger.group(number)  # raises if its tokens are not kept
-    if step > 1 and step - 1 not in (known := here.complete_checkpoints()):
-        begin = [1, *(each + 1 for each in known)]
-        raise ConfigError(
-            f"stretto replay: --bundle {step}: {here} has no checkpoint of step {step - 1}; it can make bundles of the "
-            f"steps {', '.join(map(str, begin))}"
-        )
+        if step > 1 and step - 1 not in (known := here.complete_checkpoints()):
+            begin = [1, *(each + 1 for each in known if groups_at(ledger, each + 1))]
+            raise ConfigError(
+                f"stretto replay: --bundle {step}: {here} has no checkpoint of step {step - 1}; it can make bundles of "
+                f"the steps {', '.join(map(str, begin))}"
+            )
     path = out or here.path / "exports" / f"step_{step}{SUFFIX}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,11 +38,16 @@ def replay(words: Sequence[str]) -> int:
     It is NOT_PLAYED if the run has failed, and that of a signal if it was stopped by one.
     """
     args, rest = _parse(words)
-    is_bundle = args.run.endswith(SUFFIX) and Path(args.run).is_file()
+    is_bundle = args.run.endswith(SUFFIX) and not Path(args.run).is_dir()
+    if is_bundle and not Path(args.run).is_file():
+        raise ConfigError(
+            f"stretto replay: {args.run}: there is no such file; `stretto replay RUN --bundle N` writes one"
+        )
     first = Side(str(unpack(Path(args.run))) if is_bundle else args.run)
     here, start = first.run.dir, args.start
     if args.bundle is not None:
-        print(f"wrote {write_bundle(first.run, args.bundle, args.out)}; play it: stretto replay FILE")
+        path = write_bundle(first.run, args.bundle, args.out)
+        print(f"wrote {path}; play it: stretto replay {shlex.quote(str(path))}")
         return 0
     if not first.batches:
         raise ConfigError(f"{here} has trained no step")
@@ -124,7 +130,16 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--name", metavar="NAME", help="name of the new run (NAME of the run, and -replay)")
     parser.add_argument("--bundle", type=int, metavar="N", help="play nothing: write step N as a file to send")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"the file (RUN/exports/step_N{SUFFIX})")
+    parser.refuse_near(words)
     args, rest = parser.parse_known_args(list(words))
+    if args.bundle is not None:
+        played = {"--from": args.start, "--steps": args.steps, "--name": args.name, "--training": args.training or None}
+        if idle := [flag for flag, value in played.items() if value is not None] + rest[:1]:
+            raise ConfigError(
+                f"stretto replay: {idle[0]} does nothing with --bundle, which plays nothing; leave it out"
+            )
+    elif args.out is not None:
+        raise ConfigError(f"stretto replay: --out {args.out} is the file of --bundle N; give that too, or leave it out")
     if args.steps is not None and args.steps < 1:
         raise ConfigError(f"stretto replay: --steps {args.steps}: give at least 1")
     if not 0 <= args.tolerance < math.inf:

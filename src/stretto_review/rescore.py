@@ -110,7 +110,9 @@ def groups_of(run: Run, steps: tuple[int, int] | None) -> list[int]:
     Raises: ConfigError if there are none.
     """
     if not run.dir.ledger.exists():
-        raise ConfigError(f"{run.dir}: this run has no rollouts (there is no {run.dir.ledger.name}).")
+        raise ConfigError(
+            f"{run.dir}: this run has no rollouts (there is no {run.dir.ledger.name}); runs of `rl` have them."
+        )
     with LedgerReader(run.dir) as ledger:
         if steps is None:
             query = "SELECT DISTINCT group_id FROM rollouts WHERE status IN ('finished', 'truncated') ORDER BY group_id"

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-from stretto.api.state import runs_here
+from stretto.api.state import no_run_text, runs_here
 from stretto.base import keeper, process
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
 from stretto.base.status import harmless
 from stretto.config.reading.plain import PlainParser
 from stretto.config.sections.inference import KEY_VAR
+from stretto.data.model_file import is_classifier
 from stretto.signals import unwind_at_signals
 
 START_TIMEOUT_S, POLL_S, ANSWER_TIMEOUT_S = 600.0, 0.2, 600.0
@@ -61,7 +62,13 @@ def chat(words: Sequence[str]) -> int:
         if options.api_key_var and key is None:
             raise ConfigError(f"stretto chat: --api-key-var: {options.api_key_var} is not set; export it")
         return _talk(Server(options.model, key, options.served_model), options)
-    with _served(_model_of(options)) as server:
+    model = _model_of(options)
+    if is_classifier(model):
+        raise ConfigError(
+            f"stretto chat: {model} is a reward model, which scores conversations and writes no text; give a language "
+            "model, or serve this one: stretto inference --model"
+        )
+    with _served(model) as server:
         return _talk(server, options)
 
 
@@ -96,8 +103,12 @@ def _model_of(options: Namespace) -> str:
         return str(path) if path.exists() else options.model
     run = RunDir(path)
     if not run.weights.is_dir():
-        what = "is no run with exported weights, and no model" if path.exists() else "does not exist"
-        raise ConfigError(f"stretto chat: {path} {what}. {runs_here()}")
+        what = (
+            f" is no run with exported weights, and no model. {runs_here()}"
+            if path.is_dir()
+            else f": {no_run_text(path)}"
+        )
+        raise ConfigError(f"stretto chat: {path}{what}")
     if options.best:
         target, missing = (
             run.best_weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -18,6 +19,7 @@ import pytest
 from runs import LONG_S, start, toml, untrained_model, wait
 
 from stretto.api.run import Run
+from stretto.base.files import open_locked
 from stretto.base.paths import RunDir
 from stretto.orchestrator.eval.results import write_results
 from stretto.orchestrator.eval_scores import EvalScore
@@ -114,9 +116,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def served(folder: Path, *flags: str) -> Iterator[str]:
     """The address of a page of the runs in a folder."""
-    words = [sys.executable, "-m", "stretto", "view", str(folder), "--port", "0"]
+    words = [sys.executable, "-m", "stretto", "view", str(folder), "--port", "0", *flags]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
@@ -261,6 +263,28 @@ def test_what_is_drawn_stays_as_the_run_goes_on(tab: Any, address: str, ended: P
     assert tab.evaluate("getSelection().toString()").startswith("done")
     with tab.expect_response(re.compile("/now")):
         tab.evaluate("getSelection().removeAllRanges()")
+
+
+def test_what_the_chat_asks_stays_until_it_is_answered(tab: Any, ended: Path) -> None:
+    """Another run goes on, so the page asks before it starts an engine; news of the run draw the view anew."""
+    lock = open_locked(RunDir(ended / "copy").lock)
+    os.write(lock, b"17")
+    summary = RunDir(ended / "live").summary
+    try:
+        with served(ended, "--chat") as found:
+            tab.goto(found)
+            tab.goto(f"{found.partition('?')[0]}#/chat?run=live")
+            tab.get_by_role("button", name="start an engine on step 4").click()
+            sure = tab.get_by_role("button", name="start it all the same")
+            sure.wait_for()
+            for _ in range(2):
+                with tab.expect_response(re.compile("/chat$")):
+                    summary.write_text(summary.read_text() + " ")
+            sure.click()
+            tab.get_by_text("ready: it took").wait_for()
+            tab.goto("about:blank")  # the page ends now
+    finally:
+        os.close(lock)
 
 
 def test_two_runs_are_compared(tab: Any, address: str) -> None:

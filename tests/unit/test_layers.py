@@ -94,7 +94,7 @@ BELOW = {
     "stretto_triton": {"models"},
     "stretto_routers": {"base", "config"},
     "stretto_megatron": {"base", "config", "families", "models"},
-    "stretto_start": {"api", "base", "config", "signals"},
+    "stretto_start": {"api", "base", "config", "data", "signals"},
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
     "stretto_games": {"base", "envs", "records"},
     "stretto_sandbox": {"base", "envs", "records"},

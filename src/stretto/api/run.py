@@ -195,7 +195,9 @@ class Run:
         if best is not None and worst is not None:
             raise ConfigError("rollouts: best and worst exclude each other; call it twice.")
         if not self.dir.ledger.exists():
-            raise ConfigError(f"{self.dir}: this run has no rollouts (there is no {self.dir.ledger.name}).")
+            raise ConfigError(
+                f"{self.dir}: this run has no rollouts (there is no {self.dir.ledger.name}); runs of `rl` have them."
+            )
         where = ""
         values: list[str | int | float] = []
         for clause, value in (

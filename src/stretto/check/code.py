@@ -18,6 +18,7 @@ from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys
 from stretto.config.sections.sft import SourceData
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.data.records import read_records
+from stretto.envs import find
 from stretto.envs.base import needs_worker
 from stretto.envs.checks import missing_for
 from stretto.envs.rewards.builtin import scored_by
@@ -140,6 +141,7 @@ def _check_environment(place: str, env: EnvSection) -> Iterator[Checked]:
     if env.id == "dataset":
         yield from _check_dataset(env.args)
     elif ":" in env.id and not needs_worker(env.id):
+        find.check_hub_name(env.id)
         load_object(env.id, f"{place}.id")
         yield "imported", env.id
 

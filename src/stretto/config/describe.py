@@ -25,7 +25,7 @@ from stretto.config.root import (
     SFTConfig,
     TrainerConfig,
 )
-from stretto.config.section import Key, Section, all_aliases, all_paths, keys, tag_of
+from stretto.config.section import Key, Section, all_aliases, all_paths, keys, show, tag_of
 from stretto.config.synonyms import keys_meant
 
 ROOTS: dict[str, type[RunRoot]] = {
@@ -206,29 +206,51 @@ def _short_about(forms: Sequence[Key]) -> str:
 
 
 def _help(verb: str, cls: type[Section], width: int, is_shown: Callable[[str, Key], bool], flag_part: str) -> list[str]:
-    """One text per table with its keys that match."""
+    """One text per table with its keys that match; before the forms of a table comes one text that names them."""
     parts = []
-    # The form that a section of several forms has where none is given.
-    chosen = {path: keys(s)["type"].default_text() for path, note, s in tables(cls) if note.endswith("the default")}
+    forms: dict[str, list[type[Section]]] = {}  # of tables that have several
+    for path, note, section in tables(cls):
+        if note.startswith("type = "):
+            forms.setdefault(path, []).append(section)
     for path, note, section in tables(cls):
         prefix = f"--{path.replace('[]', '.0')}." if path else "--"
         flags = [(f"{prefix}{name}".replace("_", "-"), key) for name, key in keys(section).items()]
         is_value = lambda key: not key.item_sections and (len(key.sections) != 1 or key.is_nullable)
         rows = [(flag, key) for flag, key in flags if is_shown(flag, key) and is_value(key)]
+        if path in forms:
+            if section is forms[path][0] and any(key.name == "type" for _, key in rows):
+                parts.append(_forms_text(path, prefix, forms[path], _default_form(cls, path), width))
+            rows = [(flag, key) for flag, key in rows if key.name != "type"]
         if rows:
             about = " ".join((section.__doc__ or "").split("\n\n")[0].split()) if path else ""
             title = f"{_header(path) if path else 'at the root'}  {note}".rstrip()
             lines = [title, *_wrapped(about, 2, width - 2)]
             for flag, key in rows:
                 default = "required" if key.field.is_required() else f"default: {key.default_text()}"
-                if key.name == "type" and path in chosen:
-                    default = f"default: {chosen[path]}"
                 lines.append(f"  {flag}" + ("" if key.sections else f" <{key.type_text()}>"))
                 lines += _wrapped(f"{key.doc} ({default})".strip(), 8, width)
             aliases = [f"  {prefix}{old} is {prefix}{new}" for old, new in all_aliases(section).items()]
             lines += [line for line in (each.replace("_", "-") for each in aliases) if flag_part in line]
             parts.append("\n".join(lines))
     return parts
+
+
+def _default_form(cls: type[Section], path: str) -> str | None:
+    """The `type` that a table of several forms has where none is given; None: it must be given."""
+    return next((tag_of(s) for each, note, s in tables(cls) if each == path and note.endswith("the default")), None)
+
+
+def _forms_text(path: str, prefix: str, forms: Sequence[type[Section]], default: str | None, width: int) -> str:
+    """The key `type` of a table of several forms: its values, and what each is."""
+    tags = [str(tag_of(form)) for form in forms]
+    flag = f"  {prefix.replace('_', '-')}type <{' or '.join(show(tag) for tag in tags)}>"
+    more = "default: the table is off" if default is None else f"default: {show(default)}"
+    flag = textwrap.fill(flag, width, subsequent_indent=" " * 6, break_on_hyphens=False, break_long_words=False)
+    lines = [_header(path), flag, *_wrapped(f"{keys(forms[0])['type'].doc} ({more})", 8, width)]
+    for tag, form in zip(tags, forms):
+        first = " ".join((form.__doc__ or "").split()).partition(". ")[0].removesuffix(".")
+        lines += textwrap.wrap(f"{tag}: {first}", width, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    return "\n".join(lines)
 
 
 def _wrapped(text: str, indent: int, width: int) -> list[str]:

@@ -337,7 +337,7 @@ class SFTConfig(ClusterRoot):
     """Present: validate on rows of its own."""
     eval: OnlineEvalSection | None = None
     loss_mask: LossMaskSection = LossMaskSection()
-    loss: PairLoss | None = None
+    loss: PairLoss | None = Field(None, json_schema_extra={"type": "dpo"})
     """What is learned from pairs, [data] type = "preference"; None: `dpo`, and from other rows their log-likelihood."""
     optim: Optim = AdamWOptim()
     scheduler: Scheduler = ConstantScheduler()

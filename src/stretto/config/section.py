@@ -212,8 +212,13 @@ class Key:
 
     @cached_property
     def default_tag(self) -> str | None:
-        """The `type` of a union that is given without one: the default's, else the first."""
+        """The `type` of a union that is given without one: the default's, else the first.
+
+        A union that may be left out has none, unless its field names one: `json_schema_extra={"type": ...}`.
+        """
         if not self.field.is_required():
+            if isinstance(named := self.field.json_schema_extra, dict):
+                return str(named["type"])
             return getattr(self.field.default, "type", None)
         return tag_of(self.sections[0]) if len(self.sections) > 1 else None
 

@@ -67,7 +67,9 @@ eval_steps test_freq eval_interval -> orchestrator.eval.interval eval.interval
 report_to logger use_wandb -> monitors.wandb
 use_vllm -> inference.engine engine
 vllm_gpu_memory_utilization -> inference.gpu_memory_utilization gpu_memory_utilization
-vllm_mode vllm_colocate -> inference_gpu_ids
+vllm_mode vllm_colocate -> colocate
+gpu_ids gpus devices cuda_visible_devices -> trainer_gpu_ids inference_gpu_ids
+ref_model reference_model sync_ref_model -> model.name
 vllm_tensor_parallel_size -> inference.parallel.tp
 vllm_max_model_length vllm_max_model_len -> inference.max_model_len
 rollout_num_gpus -> deployment.num_infer_gpus

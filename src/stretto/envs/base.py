@@ -378,7 +378,7 @@ def load_environment(
         parameters = [str(p.replace(annotation=p.empty)) for n, p in signature.parameters.items() if n != "source"]
         known = ", ".join(parameters) or "none"
         way = "Change `args`."
-        if inspect.isfunction(factory):
+        if inspect.isfunction(factory) and find.path_of(env_id) is None:
             way += f' A reward function is no environment: id = "dataset", args = {{ path = ..., reward = "{env_id}" }}'
         raise ConfigError(f"environment {env_id!r}: {cause}; its arguments are {known}. {way}") from cause
     with guarded(ConfigError, f"environment {env_id!r}"):
@@ -462,6 +462,7 @@ def _find_factory(env_id: str) -> Callable[..., Any]:
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(find.names())};"
         raise ConfigError(f"no environment {env_id!r}; {hint} name your own as a module or `module:attr`.")
     module_name, attr = path.split(":", 1)
+    find.check_hub_name(env_id)
     module = load_module(module_name, f"environment {env_id!r}")
     if not hasattr(module, attr):
         import difflib

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 from stretto import addons
@@ -55,6 +56,16 @@ def hub_of(env_id: str) -> tuple[str, str] | None:
     if not source:
         raise ConfigError(f'environment {env_id!r} names a hub; say what of it: id = "{hub}:..."')
     return hub, source
+
+
+def check_hub_name(env_id: str) -> None:
+    """Raises: ConfigError for an id whose first part is no module and almost the name of a hub."""
+    import difflib
+
+    name, _, source = env_id.partition(":")
+    near = difflib.get_close_matches(name.replace("_", "-"), addons.registered(HUBS), n=1, cutoff=0.75)
+    if near and hub_of(env_id) is None and find_module(name) is None and not Path(name).exists():
+        raise ConfigError(f"no environment {env_id!r}; did you mean '{near[0]}:{source}'?")
 
 
 def find_module(env_id: str) -> str | None:

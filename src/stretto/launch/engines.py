@@ -44,7 +44,10 @@ WISHES = {"add": "on", "drain": "drained", "remove": "removed"}
 def engines(words: list[str]) -> int:
     """Show a run's engines, or have some join or leave and wait until they have; exit status 1 if one has not."""
     parser = PlainParser("engines", "engines that join and leave a run while it goes on", missing=runs_here)
-    about = "drain: no more requests; remove: and forget it; start: run one here, which joins, and leaves at its end"
+    about = (
+        "list; add: it joins; drain: no more requests; remove: and forget it; start: run one here, which joins, and "
+        "leaves at its end"
+    )
     parser.add_argument("what", choices=["list", *WISHES, "start"], help=about)
     parser.add_argument("run", type=Path, help="the run's directory")
     parser.add_argument("urls", nargs="*", metavar="URL", help="addresses, such as http://gpu7:8000")
@@ -55,14 +58,21 @@ def engines(words: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="longest wait for the run (600)")
     parser.add_argument("--host", help="start: this machine's name, if the run is on another one")
     parser.add_argument("--port", type=int, help="start: where it listens (a free port)")
+    parser.refuse_near(words)
+    if len(words) > 1 and words[0] not in (what := ["list", *WISHES, "start"]) and words[1] in what:
+        raise ConfigError(f"stretto engines: {words[1]} comes first: stretto engines {words[1]} {words[0]}")
     options, rest = parser.parse_known_args(words)
+    urls = [_checked(url) for url in options.urls]
     run = find_run(options.run)
     if not run.ledger.exists():
         raise ConfigError(f"{run} has no engines that join and leave: it is not a run of `rl`")
     if options.wait < 0:
         raise ConfigError(f"stretto engines: --wait {options.wait:g}: give 0 or more")
     if options.what != "list" and (state := describe(run)["state"]) in ENDED:
-        raise ConfigError(f"{run} does not go on: {state}")
+        raise ConfigError(
+            f"{run} is {state}: engines join and leave a run while it goes on. Its last lines have the command that "
+            "continues it, `rl ... --resume`"
+        )
     if options.what == "start" and not options.urls:
         return _start(run, options, rest)
     if rest:
@@ -70,9 +80,8 @@ def engines(words: list[str]) -> int:
     if options.what in ("list", "start"):
         if options.urls:
             raise ConfigError(f"stretto engines {options.what} RUN takes no addresses")
-        _show(fleet_of(run)["engines"])
+        _show(run, fleet_of(run)["engines"])
         return 0
-    urls = [_checked(url) for url in options.urls]
     if not urls:
         raise ConfigError(f"stretto engines {options.what} RUN URL ...: give the address of an engine")
     known = fleet_of(run)["engines"]
@@ -173,7 +182,8 @@ def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: flo
                 sys.stdout.write(f"{url}: {'removed' if node is None else node['state']}\n")
             del left[url]
         if left and time.monotonic() > deadline:
-            why = f"; is the run going on? `stretto status {run}` tells" if fleet["id"] == newest else ""
+            why = "; the wish stays, and `stretto engines remove` takes it back" if state == "on" else ""
+            why = f"; is the run going on? `stretto status {run}` tells" if fleet["id"] == newest else why
             sys.stderr.write(f"error: after {timeout_s:g} s not yet: {', '.join(left)}{why}\n")
             return 1
         time.sleep(POLL_S if left else 0)
@@ -190,7 +200,9 @@ def fleet_of(run: RunDir) -> dict[str, Any]:
     return {"engines": {}, "refused": {}, "id": 0} | ({"id": newest[0]["id"], **newest[0]["data"]} if newest else {})
 
 
-def _show(engines: dict[str, Any]) -> None:
+def _show(run: RunDir, engines: dict[str, Any]) -> None:
+    if (state := describe(run)["state"]) in ENDED:
+        sys.stdout.write(f"{run} is {state}; when it ended:\n")
     if not engines:
         sys.stdout.write("no engine is known yet\n")
     for url, node in engines.items():

@@ -34,7 +34,7 @@ from stretto.records.control import Bye, CheckpointBegun, CheckpointSaved, Regis
 from stretto.records.sample import TrainBatch
 from stretto.records.weight_manifest import Canary
 from stretto.trainer.batch.token_export import delete_after
-from stretto.trainer.batch.token_record import KEEP_BYTES, TokenRecorder
+from stretto.trainer.batch.token_record import TokenRecorder
 from stretto.trainer.build import build_learner, find_engine_layout, token_folder
 from stretto.trainer.colocated import TrainerMemory
 from stretto.trainer.critic_wire import RemoteCritic, open_wire
@@ -105,7 +105,8 @@ class Trainer:
             self.orchestrator = Orchestrator(
                 cfg, stack, self.learner.step, on_loaded=self.release, on_complete=self.prune
             )
-        self.recorder = TokenRecorder(token_folder(cfg, mesh), KEEP_BYTES // self.dp)
+        kept = cfg.keep_token_bytes
+        self.recorder = TokenRecorder(token_folder(cfg, mesh), None if kept is None else kept // self.dp)
         self.stack.callback(self.recorder.close)
         self.learner.observers.append(self.recorder.add)
         self.tracer = Tracer(cfg.run_dir, rank_name(ROLE))

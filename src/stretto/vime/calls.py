@@ -64,7 +64,7 @@ class Hook:
         where = f"{setting} = {path!r}"
         if not callable(function):
             raise ConfigError(f"{where} is a {type(function).__name__}, not a function")
-        name = setting.rpartition(" ")[2].rpartition(".")[2]
+        name = setting.rpartition(" ")[2].rpartition(".")[2].removeprefix("--")
         if name in NOT_AWAITED and inspect.iscoroutinefunction(function):
             raise ConfigError(f"{where} is `async def`, and nothing awaits it; write `def`")
         try:

@@ -166,4 +166,10 @@ def test_the_verb_says_what_it_needs_and_overwrites_nothing(tmp_path, capsys):
         convert([str(CASES / "dense.torch_dist"), str(tmp_path / "out"), "--model", str(CASES / "dense")])
     with pytest.raises(ConfigError, match="no checkpoint of Megatron"):
         convert([str(CASES / "dense"), str(tmp_path / "other"), "--step", "3"])
+    with pytest.raises(
+        ConfigError, match=r"/otu: there is no such directory; did you mean .*/out\?; give the directory"
+    ):
+        convert([str(tmp_path / "otu"), str(tmp_path / "other")])
+    with pytest.raises(ConfigError, match=r"config\.json: this is a file; give the directory"):
+        convert([str(CASES / "dense" / "config.json"), str(tmp_path / "other")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

@@ -136,6 +136,10 @@ def in_parts(args: Any, sample: Any) -> dict[str, float]:
     return {"score": 0.01 + 5.0 * len(sample.response), "format": 0.01, "length": 5.0 * len(sample.response)}
 
 
+def of_sample(sample: Any) -> float:
+    return 1.0
+
+
 def raises(args: Any, sample: Any) -> float:
     if sample.index % 10 == 3:
         raise ValueError("no such word")

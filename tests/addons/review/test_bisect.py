@@ -80,6 +80,9 @@ def write_config(path: Path, config: dict) -> dict:
         (["{bundle}"], "--commits.*--changes-of"),
         (["{bundle}", "--commits", "a..b", "--changes-of", "{run}"], "--commits.*--changes-of"),
         (["{bundle}", "--trainer.optim.lr"], "no bundle"),
+        (["{bundle}", "--commit", "a..b"], "--commit: unknown flag; did you mean --commits"),
+        (["{bundle}", "--commits", "a..b", "--tolerance", "-1"], "--tolerance -1: give 0 or more"),
+        (["{bundle}", "--commits", "a..b", "--repository", "/"], "/ is no git repository; name one with --repository"),
     ],
 )
 def test_what_cannot_be_searched_is_said(words: list[str], match: str, tmp_path: Path) -> None:

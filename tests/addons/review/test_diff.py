@@ -39,6 +39,16 @@ def test_equal_runs_have_no_difference(run: Path, tmp_path: Path, capsys: pytest
     assert told(run, write_run(tmp_path / "two", GROUPS), capsys) == {}
 
 
+def test_a_check_of_another_moment_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which version the latest check was of depends on when the step's metrics were written."""
+    runs = [write_run(tmp_path / name, GROUPS) for name in ("one", "two")]
+    for number, path in enumerate(runs, start=1):
+        rows = [{"time": 0.0, "step": step, "canary/error": step * number * 1e-7} for step in (1, 2, 3)]
+        RunDir(path).metrics("trainer").parent.mkdir(exist_ok=True)
+        RunDir(path).metrics("trainer").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert told(runs[0], runs[1], capsys) == {}
+
+
 def test_one_flipped_token_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = write_run(tmp_path / "two", GROUPS, reply=changed_at(6, 3, lambda text: text[:-1] + "z"))
     found = told(run, other, capsys)

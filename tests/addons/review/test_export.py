@@ -11,8 +11,10 @@ import pyarrow.parquet
 import pytest
 from stored_runs import MEMBERS, word, write_run
 
+from stretto.base import keeper
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.cli import main
 from stretto.data.messages import parse_messages
 from stretto_review import scores
 from stretto_review.export import export
@@ -72,3 +74,13 @@ def test_formats_hold_the_same_rows(run: Path, tmp_path: Path) -> None:
     export([str(run), "--kind", "best", "--format", "hf", "--out", str(tmp_path / "best")])
     assert pyarrow.parquet.read_table(tmp_path / "best.parquet").to_pylist() == wanted
     assert datasets.load_from_disk(str(tmp_path / "best")).to_list() == wanted
+
+
+def test_a_place_below_a_file_is_no_bug(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(keeper.VARIABLE, raising=False)
+    (tmp_path / "file").write_text("")
+    assert main(["export", str(run), "--out", str(tmp_path / "file" / "rows.jsonl")]) == 1
+    err = capsys.readouterr().err
+    assert "file exists; give another place" in err and "bug" not in err

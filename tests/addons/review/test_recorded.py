@@ -72,6 +72,34 @@ def test_steps_without_a_checkpoint_or_a_batch_are_refused(run: Path, capsys: py
     assert (run / "exports" / "step_1.bundle").is_file() and "step_1.bundle" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--bundel", "1"], "--bundel: unknown flag; did you mean --bundle"),
+        (["--form", "1"], "--form: unknown flag; did you mean --from"),
+        (["--out", "x.bundle"], "--out x.bundle is the file of --bundle N"),
+        (["--bundle", "1", "--steps", "2"], "--steps does nothing with --bundle"),
+        (["--bundle", "1", "--training"], "--training does nothing with --bundle"),
+        (["--bundle", "1", "--trainer.optim.lr", "1"], "--trainer.optim.lr does nothing with --bundle"),
+    ],
+)
+def test_words_that_would_do_nothing_are_refused(run: Path, words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        replay([str(run), *words])
+    assert not (run / "exports").exists() and not (run.parent / "one-replay").exists()
+
+
+def test_a_bundle_that_is_not_there_is_no_missing_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"step_9\.bundle: there is no such file; .* --bundle N"):
+        replay([str(tmp_path / "step_9.bundle")])
+
+
+def test_the_steps_of_bundles_are_those_that_were_trained(run: Path) -> None:
+    checkpointed(run, GROUPS // 4)
+    with pytest.raises(ConfigError, match=r"bundles of the steps 1$"):
+        write_bundle(Run(run), STEP, None)
+
+
 @pytest.mark.parametrize("name", ["one", "other"])
 def test_a_name_that_is_taken_deletes_no_run(run: Path, name: str) -> None:
     (run.parent / "other").mkdir(exist_ok=True)

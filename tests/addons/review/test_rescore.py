@@ -142,6 +142,7 @@ def test_wrong_words_are_told(run: Path) -> None:
         (["--reward", "math=much"], "'much' is no weight"),
         (["--reward", "math", "--steps", "9:3"], "'9:3' are no steps"),
         (["--reward", "math", "--steps", "900"], "its steps are 1 to 15"),
+        (["--reward", "stored_runs:of_sample"], r"write `def reward\(args, sample\)`"),
     ):
         with pytest.raises(ConfigError, match=message):
             rescore([str(run), *words, "--workers", "1"])

@@ -218,7 +218,9 @@ def test_a_run_means_its_newest_export_and_a_step_or_the_best_may_be_asked_for(t
     [
         (["outputs/mine", "--step", "15"], "exported are steps 10, 20"),
         (["outputs/mine", "--best"], "keep_best = true"),
-        (["outputs/other"], r"outputs/other does not exist\."),
+        (["outputs/other"], r"outputs/other: there is no such directory\."),
+        (["outputs/mien"], r"outputs/mien: there is no such directory; did you mean outputs/mine\?"),
+        (["scores"], "scores is a reward model, which scores conversations and writes no text"),
         (["."], "is no run with exported weights, and no model"),
         (["http://h", "--api-key-var", "NOT_SET_HERE"], "NOT_SET_HERE is not set"),
         (["http://h", "--best"], "--best is for a run"),
@@ -236,7 +238,10 @@ def test_a_run_means_its_newest_export_and_a_step_or_the_best_may_be_asked_for(t
 def test_a_name_that_means_no_model_is_told_what_there_is(words, message, tmp_path, monkeypatch):
     run = run_with(tmp_path, 10, 20, latest=20)
     run.configs.mkdir()
+    run.config("run").write_text("{}")
     run.launch.write_text("{}")
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores" / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         chat(words)

@@ -155,7 +155,7 @@ def test_a_step_is_a_file_that_is_played_elsewhere(finished_first: Ended, tmp_pa
     run.path.rename(hidden := run.path.with_name("hidden"))
     try:
         code, output = wait(start("replay", [str(moved)], tmp_path))
-        assert code == 0 and "NO DIFFERENCE in 1 steps of training" in output, output
+        assert code == 0 and "NO DIFFERENCE in 1 step of training" in output, output
         code, output = wait(start("replay", [str(moved), "--trainer.optim.lr", "1e-3"], tmp_path))
         assert code == 1 and "FIRST DIFFERENCE at step 4: metric, optim/lr" in output, output
     finally:

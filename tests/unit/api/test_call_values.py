@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn import Linear
 
 import stretto
 from stretto.api.given.files import Given
@@ -125,6 +126,8 @@ def test_a_name_of_another_framework_or_a_key_without_its_section_is_told_the_ke
         ({"dataset": [{"text": "a"}], "reward": close}, "the prompt is looked for in prompt and question"),
         ({"dataset": [], "reward": close}, "it is empty"),
         ({"dataset": [*ROWS, 3], "reward": close}, "its entry 1 is a int"),
+        ({"dataset": ["cab", "bca"], "reward": close}, "its entry 0 is the text 'cab'; records are dicts"),
+        ({"dataset": ROWS, "reward": close, "model": Linear(2, 2)}, "model.name is a Linear of torch"),
         (
             {"dataset": ROWS, "reward": lambda completion, anwser: 0},
             "takes anwser, and the records have no such column",

@@ -813,6 +813,63 @@ def test_a_flag_may_be_given_again_and_another_spelling_with_the_same_value(tmp_
     assert cfg.inference is not None and cfg.inference.seed == 2
 
 
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        (
+            "--models.rm.base-url localhost:9000",
+            'models.rm.base_url = "localhost:9000" is not an address; write it like',
+        ),
+        (
+            "--orchestrator.algo.type opd --orchestrator.teacher.base-url gpu7",
+            'orchestrator.teacher.base_url = "gpu7" is not an address',
+        ),
+    ],
+)
+def test_addresses_of_other_models_are_addresses(key: str, told: str, tmp_path: Path) -> None:
+    lines = complaints(tmp_path, ENV, key)
+    assert any(told in line for line in lines), lines
+
+
+def test_a_key_of_a_table_by_name_may_have_dashes(tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text(ENV)
+    words = ["--models.my-judge.base-url", "http://a:1/v1", "--models.my-judge.client.max-concurrent", "3"]
+    cfg = load(RLConfig, ["@", str(tmp_path / "rl.toml"), *words])
+    assert (cfg.models["my-judge"].base_url, cfg.models["my-judge"].client.max_concurrent) == ("http://a:1/v1", 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--trainer.loss ipo", 'write trainer.loss.type = "ipo", or --trainer.loss.type ipo'),
+        (
+            "--orchestrator.algo dr_grpo",
+            'write orchestrator.algo.type = "dr_grpo", or --orchestrator.algo.type dr_grpo',
+        ),
+        ("--trainer.loss mine", "a table is needed: [trainer.loss] type = "),
+    ],
+)
+def test_a_form_that_stands_for_its_table_is_told_its_key(flags: str, told: str, tmp_path: Path) -> None:
+    (line,) = complaints(tmp_path, ENV, flags)
+    assert told in line
+
+
+PAIRS = '[data]\ntype = "preference"\nname = "a.jsonl"\n'
+
+
+def test_the_loss_of_pairs_is_dpo_unless_it_says_another(tmp_path: Path) -> None:
+    path = tmp_path / "sft.toml"
+    for loss, kind in (("", "dpo"), ("[loss]\nbeta = 0.3\n", "dpo"), ('[loss]\ntype = "reward"\n', "reward")):
+        path.write_text(f"max_steps = 1\n{PAIRS}{loss}")
+        cfg = load(ROOTS["sft"], ["@", str(path)], verb="sft")
+        assert cfg.pair_loss.type == kind and getattr(cfg.pair_loss, "beta", 0.3) == (0.3 if loss else 0.1)
+    (line,) = complaints(tmp_path, f"max_steps = 1\n{PAIRS}[loss]\ncenter_rewards_coefficient = 0.1\n", "", "sft")
+    assert 'unknown key for type = "dpo"; it belongs to type = "reward"' in line
+    rows = PAIRS.replace("preference", "file")
+    (line,) = complaints(tmp_path, f"max_steps = 1\n{rows}[loss]\nbeta = 0.3\n", "", "sft")
+    assert "loss is for pairs" in line
+
+
 LINES = (Path(__file__).parents[2] / "cases" / "newcomers.txt").read_text().splitlines()
 NEWCOMERS = dict(line.split(" => ", 1) for line in LINES if not line.startswith("#"))
 

@@ -95,6 +95,15 @@ def test_every_verb_with_a_configuration_has_a_dry_run() -> None:
 
 
 @needs("prime")
+def test_the_forms_of_a_table_are_told_once_with_their_one_default() -> None:
+    text = help_text("rl", ROOTS["rl"], "scheduler.type")
+    assert text.count("--trainer.scheduler.type") == 1 and text.count("default:") == 1
+    assert '<"constant" or "linear" or "cosine">' in text and 'default: "constant"' in text
+    assert [line.split()[0] for line in text.splitlines()[3:]] == ["constant:", "linear:", "cosine:"]
+    words = help_text("rl", ROOTS["rl"], "advantages.type", width=200)
+    assert "default: the table is off" in words and words.count("--trainer.advantages.type") == 1
+
+
 def test_help_of_a_word_shows_only_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rl", "--help", "normalize-std"]) == 0
     flags = [line.split()[0] for line in capsys.readouterr().out.split("\n") if line.startswith("  --")]

@@ -47,6 +47,9 @@ def run(tmp_path: Path) -> RunDir:
         (["start", "RUN"], "has not started engines itself"),
         (["add", "RUN", URL, "--wayt", "1"], "did you mean --wait"),
         (["grow", "RUN", URL], "add, drain, remove"),
+        (["--hlp"], "--hlp: unknown flag; did you mean --help"),
+        ([], "a word is missing: what .list; add: it joins; drain: .*URL .addresses"),
+        (["RUN", "list"], "list comes first: stretto engines list "),
     ],
 )
 def test_what_cannot_be_asked_is_refused_and_nothing_is_written(run: RunDir, words: list[str], message: str) -> None:
@@ -61,12 +64,15 @@ def test_a_run_without_a_ledger_has_no_engines(tmp_path: Path) -> None:
         engines(["list", str(tmp_path)])
 
 
-def test_a_run_that_is_done_has_no_engines(run: RunDir) -> None:
+def test_a_run_that_is_done_has_no_engines(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.config("run").write_text(json.dumps({"max_steps": 3}))
     run.summary.write_text(json.dumps({"steps": 3}))
-    with pytest.raises(ConfigError, match="does not go on: done"):
+    with pytest.raises(ConfigError, match=r"is done: engines join and leave a run while it goes on.*--resume"):
         engines(["add", str(run), URL])
+    with pytest.raises(ConfigError, match="is no address"):  # found first: it is wrong in any case
+        engines(["add", str(run), "gpu7:8000"])
     assert engines(["list", str(run)]) == 0
+    assert capsys.readouterr().out.startswith(f"{run} is done; when it ended:\nhttp://gpu1:8000  ready")
 
 
 def test_a_wish_that_is_refused_is_taken_back(run: RunDir) -> None:
@@ -87,6 +93,27 @@ def test_a_wish_that_is_refused_is_taken_back(run: RunDir) -> None:
     assert engines(["remove", str(run), "http://gpu1:8000", "--timeout", "30"]) == 1
     thread.join()
     assert json.loads(path.read_text()) == wish
+
+
+def test_an_engine_that_does_not_answer_is_told_with_what_becomes_of_the_wish(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer() -> None:
+        while not run.engines.exists() or not list(run.engines.glob("*.json")):
+            time.sleep(0.01)
+        ledger = Ledger(run)
+        known = fleet(gpu1="ready", gpu7="down")
+        known["engines"][URL]["reason"] = "cannot connect: connection refused"
+        ledger.event("fleet", known | {"refused": {}})
+        ledger.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert engines(["add", str(run), URL, "--timeout", "2"]) == 1
+    thread.join()
+    said = capsys.readouterr()
+    assert "cannot connect: connection refused" in said.out
+    assert "the wish stays, and `stretto engines remove` takes it back" in said.err
 
 
 def test_a_run_that_does_not_answer_is_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,11 @@ def test_of_old_steps_every_tenth_and_hundredth_stay_longest():
     assert len(left) == 10 and set(range(296, 301)) < left and {100, 200, 270, 280, 290} < left
 
 
+def test_without_a_limit_every_step_stays(tmp_path):
+    record(tmp_path, [[pack(documents(each))] for each in range(1, 4)], keep_bytes=None)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_1.bin", "step_2.bin", "step_3.bin"}
+
+
 def test_files_stay_within_their_bytes_also_those_of_an_earlier_process(tmp_path):
     for step in (1, 2):
         record(tmp_path, [[pack(documents(each))] for each in range(1, 3 * step)], keep_bytes=1500)

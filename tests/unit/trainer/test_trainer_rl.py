@@ -402,6 +402,15 @@ async def test_every_trained_token_can_be_written_down(tmp_path):
     assert all(len(line["trainer_logprob"]) == len(line["position"]) for line in lines)
 
 
+async def test_the_run_says_how_many_bytes_of_trained_tokens_it_keeps(tmp_path):
+    kept = {}
+    for name, most in (("all", None), ("some", 1500)):
+        cfg = build_config(tmp_path / name, keep_token_bytes=most, max_steps=4)
+        await orchestrate(cfg)
+        kept[name] = [path.stat().st_size for path in cfg.run_dir.trained_tokens.iterdir()]
+    assert len(kept["all"]) == 4 and sum(kept["all"]) > 1500 >= sum(kept["some"]) > 0
+
+
 def test_tokens_of_steps_that_are_undone_are_forgotten(tmp_path):
     for folder in (tmp_path, tmp_path / "rank_1"):
         folder.mkdir(exist_ok=True)

@@ -21,6 +21,7 @@ from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.engine.dispatch import _paused
 from stretto.transports.engine.gate import RequestGate
+from stretto.transports.engine.http import Connections, Lost
 from stretto.vime.engine import give_key, post, requests_to_engines
 
 ROUTES = {
@@ -363,3 +364,14 @@ def test_a_salt_that_vllm_refuses_is_sent_as_its_hash(salt: str) -> None:
     salts = {text: body["cache_salt"] for text, body in sent.items()}
     assert salts["plain"] == "plain" and len(set(salts.values())) == 3
     assert all(len(each) <= 128 and not set(each) & set("@/\\\0") for each in salts.values())
+
+
+async def test_an_engine_that_is_not_there_is_told_in_plain_words():
+    connections = Connections({}, has_router=False)
+    try:
+        for host, why in ((f"127.0.0.1:{free_port()}", "connection refused$"), ("no-such-host.invalid:1", r"\w+")):
+            with pytest.raises(Lost, match=rf"^http://{host}/health: cannot connect: {why}") as caught:
+                await connections.request("GET", f"http://{host}/health")
+            assert "Error" not in str(caught.value) and "[" not in str(caught.value)
+    finally:
+        await connections.close()

@@ -62,6 +62,11 @@ class Given:
             return {str(name): self.plain(each, (*at, str(name))) for name, each in value.items()}
         if hasattr(value, "save_pretrained") and ("model" in at[-2:] or "tokenizer" in at[-2:]):
             return self.saved(value, "model" if "model" in at[-2:] else "tokenizer", key)
+        if not isinstance(value, type) and type(value).__module__.partition(".")[0] == "torch" and "model" in at:
+            raise ConfigError(
+                f"{key} is a {type(value).__name__} of torch, which has no save_pretrained; give a model of "
+                "transformers, its directory, or its name"
+            )
         if at[-2:] == ("data", "name") and is_records(value):
             return self.records(value, "rows" if "val" not in at else "val_rows", key)
         if isinstance(value, list | tuple):

@@ -79,6 +79,11 @@ def columns_of(sources: Any, key: str) -> list[str]:
         raise ConfigError(f"{key} = {sources!r:.60}: give a list of dicts, a data set, a table, or a file of records")
     first = str(sources if isinstance(sources, str | Path) else next(iter(sources)))
     is_here = Path(first.partition("@")[0]).expanduser().exists()
+    if isinstance(sources, list | tuple) and not is_here and "/" not in first and "." not in first:
+        raise ConfigError(
+            f'{key}: its entry 0 is the text {first!r:.60}; records are dicts, such as {{"prompt": {first!r:.60}}}, '
+            "and a list of texts names files"
+        )
     return [str(name) for _, row in islice(read_records(first, key, is_streamed=not is_here), 1) for name in row]
 
 

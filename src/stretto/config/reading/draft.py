@@ -374,7 +374,11 @@ class Draft:
             what = f"{name}.type = {show(value['type'])}: {choose_tag(value['type'], tags, others)}"
             place = (*path, "type")
         elif key is not None and key.sections and kind in TABLE_NEEDED:
-            what += f"a table is needed: {_as_table(path, key)}{_as_flag(path, key) if isinstance(value, str) else ''}"
+            form = _form_meant(path, key, value)
+            what += (
+                form
+                or f"a table is needed: {_as_table(path, key)}{_as_flag(path, key) if isinstance(value, str) else ''}"
+            )
         elif kind in TABLE_NEEDED and (into := _item_of(self.cls, path)):
             what += f"a table is needed: {into}"
         elif isinstance(value, str) and (reason := _json_problem(value)) is not None:
@@ -454,6 +458,14 @@ def _json_problem(text: str) -> str | None:
     except json.JSONDecodeError as error:
         return json_fault(error)
     return None
+
+
+def _form_meant(path: KeyPath, key: Key, value: Any) -> str:
+    """How to write a form of a table that is given by its name alone; "" for any other value."""
+    if not isinstance(value, str) or value not in map(tag_of, key.sections):
+        return ""
+    name = dotted((*path, "type"))
+    return f'a table is needed: write {name} = "{value}", or --{name.replace("_", "-")} {value}'
 
 
 def _as_flag(path: KeyPath, key: Key) -> str:

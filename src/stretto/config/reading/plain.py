@@ -115,7 +115,9 @@ class PlainParser(ArgumentParser):
             raise ConfigError(f"{self.prog}: {name}: unknown flag; {meant_flag(name, known)}")
 
     def refuse_near(self, words: Sequence[str]) -> None:
-        """Refuse a word that is almost a flag of this verb: for verbs whose other words are keys of a config.
+        """Refuse a flag that is almost one of this verb: for verbs whose other words are keys of a config.
+
+        Keys in sections, which have a dot, are left alone.
 
         Raises: ConfigError.
         """
@@ -124,7 +126,8 @@ class PlainParser(ArgumentParser):
         known = [flag for flag in self._flags() if flag.startswith("--")]
         for word in words:
             name = word.partition("=")[0]
-            if name.startswith("--") and (near := difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)):
+            is_flag = name.startswith("--") and "." not in name and name not in known
+            if is_flag and (near := difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)):
                 raise ConfigError(f"{self.prog}: {name}: unknown flag; did you mean {near[0]}?")
 
     def _flags(self) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.section import Key, KeyPath, Section, all_paths, dotted, find, members, suggest
 from stretto.config.synonyms import keys_meant
 
@@ -222,7 +223,16 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
         near = [path for path in near if path in meant or not _is_beside(path, plain)]
     flags = " or ".join("--" + dotted(path).replace("_", "-") for path in near)
     hint = f"did you mean {flags}?" if near else beside or _help_hint(name)
+    if (other := _other_verb(cls, plain)) is not None:
+        return ArgumentProblem(f"unknown flag; it is one of `{other}`", "")
     return ArgumentProblem(f"unknown flag; {hint}", "", tuple(find(cls, path).path for path in near))
+
+
+def _other_verb(cls: type[Section], parts: list[str]) -> str | None:
+    """The verb that has a key in a section which this one has nowhere; None if there is none."""
+    if len(parts) < 2 or any(parts[0] in path.split(".") for path, _, _ in all_paths(cls)):
+        return None
+    return next((verb for verb, root in (("rl", RLConfig), ("sft", SFTConfig)) if find(root, parts).is_known), None)
 
 
 def _help_hint(name: str) -> str:
@@ -262,4 +272,6 @@ def _target(cls: type[Section], parts: list[str], raw: list[str]) -> Target | No
         return None
     if found.is_row_whole:
         return Target(written, None)
-    return Target((*written[: -len(found.rest)], *raw[-len(found.rest) :]), None)
+    chosen = 1 if found.key.inner_sections else len(found.rest)  # of tables by name only the name is the user's
+    start = len(parts) - len(found.rest)
+    return Target((*written[:start], *raw[start : start + chosen], *written[start + chosen :]), None)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.root import RLConfig
 from stretto.config.rules.batches import is_address, urls
-from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, value_of
+from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, value_of
 from stretto.config.rules.slurm import is_loopback
 from stretto.config.sections.inference import InferenceSection
 
@@ -125,6 +125,8 @@ def teacher(c: RLConfig, at: At) -> Problems:
     elif engine.max_model_len and engine.max_model_len <= c.seq_len:
         rule = f"{longest} must be above {length}: a scored sample takes one token more"
         yield Problem((longest, length), rule)
+    if teacher is not None and teacher.base_url is not None:
+        yield from _addresses(teacher.base_url, at(f"{key.path}.base_url"))
     if engine is None or teacher is None:
         if teacher is not None and teacher.base_url is None:
             way = "give base_url of an engine that runs, or model, the directory that one is started with"
@@ -156,6 +158,7 @@ def frozen_models(c: RLConfig, at: At) -> Problems:
             secret = at(f"models.{name}.api_key")
             yield Problem(secret, f"{secret.path}: functions send it no key; leave it out")
         if section.base_url is not None:
+            yield from _addresses(section.base_url, at(f"models.{name}.base_url"))
             continue
         if section.client.api_key_var is not None:
             named = at(f"models.{name}.client.api_key_var")
@@ -163,6 +166,15 @@ def frozen_models(c: RLConfig, at: At) -> Problems:
         if section.model is None:
             yield Problem(key, f"{key.path}: give model, the directory to serve, or base_url of engines that run")
         yield from _nodes_of_model(c, name, at)
+
+
+def _addresses(given: list[str] | str, key: Named) -> Problems:
+    """The addresses of engines that are not the policy's are some."""
+    for url in [given] if isinstance(given, str) else given:
+        if not is_address(url):
+            what = f'{key.path} = "{url}" is not an address; write it like http://127.0.0.1:8000/v1'
+            yield Problem(key, what)
+            return
 
 
 def _nodes_of_model(c: RLConfig, name: str, at: At) -> Problems:

@@ -33,6 +33,7 @@ REFUSED = {
     "trainer.enable_router_replay": OWN_TRAINER,
     "trainer.memory_profiler_path": OWN_TRAINER,
     "trainer.enable_token_export": OWN_TRAINER,
+    "trainer.keep_token_bytes": OWN_TRAINER,
     "ckpt.skip_optimizer": WHOLE_STATES,
     "ckpt.skip_scheduler": WHOLE_STATES,
     "resume.dir": "a run on a service continues its own checkpoints; use --resume alone",

@@ -306,6 +306,9 @@ class TrainerKeys(RankKeys):
     enable_token_export: bool = False
     """Write trained tokens with logprobs and advantage, as text of full precision, to RUN/tokens_trained/step_N.jsonl
     (debugging). The page does not need it."""
+    keep_token_bytes: int | None = Field(1_000_000_000, gt=0)
+    """Bytes of entropy and mismatch per trained token that are kept in RUN/tokens_trained for the page's colours, of
+    all ranks together: beyond them the oldest steps go, those of every 10th and 100th step last. None: no limit."""
 
 
 class TrainerSection(TrainerKeys, RunKeys):

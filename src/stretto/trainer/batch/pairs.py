@@ -213,6 +213,8 @@ def render_pair(row: PairRow, renderer: Renderer, loss_mask: LossMaskSection, *,
         return first if isinstance(first, str) else str(second)
     if isinstance(row.prompt, str) and not is_scored:
         first, second = _from_where_they_differ(row.prompt, first, second, renderer)
+    if np.array_equal(first.token_ids, second.token_ids) and first.images == second.images:
+        return "are equal, so that none is the better one"
     return Pair((first, second), row.margin)
 
 

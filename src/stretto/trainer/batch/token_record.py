@@ -1,8 +1,8 @@
 """Keeps what was computed for every trained token in RUN/tokens_trained/step_N.bin, for the page's colours.
 
 Passes leave their numbers on the device; at the end of the step one copy fetches them, and a thread writes the file
-while the next step runs. A run keeps `KEEP_BYTES` of such files. A disk that fails or cannot follow costs records and
-a warning, never a step.
+while the next step runs. A run keeps trainer.keep_token_bytes of such files. A disk that fails or cannot follow costs
+records and a warning, never a step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KEEP_BYTES = 1_000_000_000
-"""Bytes of a run's records, of all its ranks."""
 _MOST_WAITING = 8  # steps that the thread has not written
 
 _Pass = tuple[MicroBatch, np.ndarray, np.ndarray, Tensor]
@@ -38,10 +36,11 @@ _Pass = tuple[MicroBatch, np.ndarray, np.ndarray, Tensor]
 class TokenRecorder:
     """Writes one file per step into `directory`; `add` is an observer of the learner.
 
-    With several epochs in a step a token keeps the numbers of its first pass.
+    With several epochs in a step a token keeps the numbers of its first pass. keep_bytes: of this directory's files;
+    None: no limit.
     """
 
-    def __init__(self, directory: Path, keep_bytes: int = KEEP_BYTES) -> None:
+    def __init__(self, directory: Path, keep_bytes: int | None = None) -> None:
         self._directory, self._keep_bytes = directory, keep_bytes
         self._passes: list[_Pass] = []
         self._sizes: dict[int, int] | None = None  # bytes by step
@@ -91,7 +90,7 @@ class TokenRecorder:
                 }
             write_atomic(self._path(step), content)
             self._sizes[step] = len(content)
-            for each in beyond(self._sizes, self._keep_bytes):
+            for each in beyond(self._sizes, self._keep_bytes) if self._keep_bytes is not None else ():
                 self._path(each).unlink(missing_ok=True)
                 del self._sizes[each]
         except OSError as cause:

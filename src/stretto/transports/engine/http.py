@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import aiohttp
 
-from stretto.base.errors import EngineError
+from stretto.base.errors import EngineError, reason_of
 from stretto.base.runtime import raise_file_limit
 from stretto.transports.engine import api
 
@@ -63,6 +64,10 @@ class Connections:
                 data = await response.read()
         except (aiohttp.TooManyRedirects, aiohttp.InvalidURL) as error:
             raise EngineError(f"{url}: {type(error).__name__}: {error}; correct the address") from error
+        except aiohttp.ClientConnectorError as error:
+            number = error.errno or 0  # asyncio's text repeats the address; a name that is not known has another table
+            why = os.strerror(number).lower() if number > 0 else reason_of(error.os_error)
+            raise Lost(f"{url}: cannot connect: {why}") from error
         except (aiohttp.ClientError, ConnectionError) as error:  # also an answer that is no HTTP
             raise Lost(f"{url}: {type(error).__name__}: {error}") from error
         if response.status == 200:

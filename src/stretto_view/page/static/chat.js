@@ -16,11 +16,16 @@ export async function render(root, context) {
   const messages = said.get(run);
   const settings = { place: first.live ? "live" : "started", step: first.weights[0], temperature: context.query.get("temperature") || "1", max_tokens: context.query.get("max_tokens") || "512", system: "" };
   const status = h("div"), log = h("div", { class: "turns" }), place = h("span");
-  let found = first, timer = null, sending = null, waiting = 0;
+  let found = first, timer = null, sending = null, waiting = 0, number_of_looks = 0, drawn = null;
+  let question = null, asked_for = null, starting = null; // what the page asks before an engine starts, and the step of each
 
   async function look() {
     clearTimeout(timer);
-    found = await ofRun(run, "chat");
+    const mine = ++number_of_looks;
+    const answer = await ofRun(run, "chat");
+    if (mine !== number_of_looks) return; // a later look has begun, and knows more
+    found = answer;
+    if (found.engine?.step === starting) starting = null;
     show();
   }
 
@@ -28,10 +33,13 @@ export async function render(root, context) {
     if (context.signal.aborted) return;
     const places = [...(found.live ? [["live", "the run's engines, newest loaded version"]] : []), ...(found.weights.length ? [["started", "weights of a step"]] : [])];
     if (!places.some(([name]) => name === settings.place)) settings.place = places[0]?.[0];
+    const next = JSON.stringify([found, settings.place, settings.step, question, asked_for, starting]);
+    send.disabled = !isReady();
+    if (next === drawn) return; // a button that is pressed at this moment stays where it is
+    drawn = next;
     fill(place, places.length ? select("talk to ", places, settings.place, (value) => { settings.place = value; show(); }) : message(`${run} does not go on and has no weights that an engine can load.`),
       settings.place === "started" ? [" ", select("step ", found.weights.map((step) => [String(step), String(step)]), String(settings.step), (value) => { settings.step = Number(value); show(); })] : null);
     fill(status, settings.place === "started" ? engine() : settings.place === "live" ? message("Each message takes a place among the run's own requests; engines that share devices with the trainer answer when it is their turn.") : null);
-    send.disabled = !isReady();
   }
 
   function isReady() {
@@ -40,27 +48,42 @@ export async function render(root, context) {
 
   // The engine of these weights: to be started, starting, ready, or ended.
   function engine() {
+    if (starting === settings.step) return h("p", { class: "note", role: "status" }, h("progress"), ` asking for an engine on step ${starting}`);
+    if (question && asked_for === settings.step) return h("div", { class: "ask" }, h("p", {}, question),
+      h("button", { type: "button", onclick: () => start(true) }, "start it all the same"), " ",
+      h("button", { type: "button", onclick: () => { question = null; show(); } }, "do not"));
     const own = found.engine?.step === settings.step ? found.engine : null;
     if (own?.state === "ready") return message(`ready: it took ${duration(own.seconds)} to start, and ends after 10 minutes without a message`);
     if (own?.state === "starting") {
+      clearTimeout(timer);
       timer = setTimeout(() => look().catch(failed), POLL_MS);
       return h("p", { class: "note", role: "status" }, h("progress"), ` starting an engine on step ${own.step} for ${duration(own.seconds)}; weights of some GB take a minute`);
     }
     return [own ? message(`it ended: ${own.why}`, "error") : null, h("button", { type: "button", onclick: () => start(false) }, `start an engine on step ${settings.step}`)];
   }
 
+  // The question stays until it is answered, whatever draws the view anew meanwhile.
   async function start(isSure) {
+    const step = settings.step;
+    question = null;
+    starting = step;
+    show();
     try {
-      const answer = await post(`/api/run/${encodeURIComponent(run)}/chat/start`, { step: settings.step, is_sure: isSure });
-      const { ask } = await answer.json();
-      if (ask) fill(status, h("div", { class: "ask" }, h("p", {}, ask), h("button", { type: "button", onclick: () => start(true) }, "start it all the same"), " ", h("button", { type: "button", onclick: show }, "do not")));
-      else await look();
+      const answer = await post(`/api/run/${encodeURIComponent(run)}/chat/start`, { step, is_sure: isSure });
+      question = (await answer.json()).ask;
+      asked_for = step;
+      if (question) starting = null;
+      await look();
+      starting = null;
+      show();
     } catch (error) {
+      starting = null;
       failed(error);
     }
   }
 
   function failed(error) {
+    drawn = null;
     if (error.name !== "AbortError") fill(status, message(error.message, "error"), h("button", { type: "button", onclick: () => look().catch(failed) }, "look again"));
   }
 

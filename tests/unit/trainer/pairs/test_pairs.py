@@ -46,6 +46,16 @@ def rendered(record, renderer, *, is_scored=False, **keys):
     return render_pair(parse_pair(record, data(**keys), "f:1"), renderer, LossMaskSection(), is_scored=is_scored)
 
 
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_replies_that_are_equal_are_no_pair(is_scored, renderer):
+    for record in (
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [GOOD]},
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+    ):
+        assert rendered(record, renderer, is_scored=is_scored) == "are equal, so that none is the better one"
+    assert not isinstance(rendered({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, renderer), str)
+
+
 def texts(pair, renderer):
     """What is trained of each reply."""
     return [renderer.decode(each.token_ids[each.is_trained]) for each in pair.replies]
