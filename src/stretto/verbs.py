@@ -145,7 +145,10 @@ def _process(path: str, *, computes: bool = False) -> Callable[[Any, list[str]],
     def run(cfg: RunRoot, words: list[str]) -> int:
         if computes:
             _let_waiting_threads_sleep()
+        from stretto.base.status import wait_for_go
+
         main = addons.object_at(path)
+        wait_for_go()
         restore_python_signals()
         return main(cfg)
 
@@ -164,7 +167,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
     if (cfg.slurm is not None or cfg.ray is not None) and not cfg.dry_run:
         return _elsewhere(cfg)
     _let_waiting_threads_sleep()
-    from stretto.base.status import SUPERVISED_VAR
+    from stretto.base.status import SUPERVISED_VAR, wait_for_go
     from stretto.launch.plan.engines import has_router
     from stretto.launch.run.serve import unused_gpus
 
@@ -175,6 +178,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
     if max(cfg.deployment.num_processes, cfg.num_nodes) > 1 or cfg.kv_cache_offload is not None or has_router(cfg):
         from stretto.launch.run.serve import main as serve
 
+        wait_for_go()
         served = serve(cfg, dry_run=cfg.dry_run)
         if isinstance(served, int):
             if cfg.dry_run:
@@ -188,6 +192,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
         return show_dry_run("inference", cfg)
     from stretto.inference.server import main as run
 
+    wait_for_go()
     restore_python_signals()
     return run(cfg)
 
