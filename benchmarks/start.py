@@ -154,7 +154,7 @@ class Clone:
 
     def warm_up(self) -> None:
         """Make the model from which `rl` begins, and whatever a first start compiles."""
-        subprocess.run(self.words("sft"), cwd=self.directory, env=self.env, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(self.words("sft"), cwd=self.directory, env=self.env, check=True, capture_output=True)
 
     def ended(self, argv: list[str]) -> dict[str, float]:
         """Wall and CPU seconds of a command that ends by itself."""
