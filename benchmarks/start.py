@@ -11,7 +11,8 @@ clone, in turns; the last line then has both. Times are medians over the rounds,
     first_error                           until `rl` with a mistake in the environment's code has said so and ended
     interrupted_at_start                  from Ctrl-C a second after Enter until the prompt
     finished, stopped                     from Ctrl-C until the prompt, with a checkpoint; from the second Ctrl-C
-    restarted                             from an engine's death by SIGKILL until the line of the next step
+    restarted                             from the line about an engine that died by SIGKILL until a step that needs
+                                          it anew; missing if the run ended
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class Clone:
 
     def first_step(self) -> Figures:
         terminal = self.rl()
-        found: Figures = {"first_output": terminal.until(b""), "first_step": terminal.until(rb"step 1/")}
+        found: Figures = {"first_output": terminal.until(b""), "first_step": terminal.until(rb"step +1/")}
         found["processes"] = cpu_of_run(terminal.popen.pid)
         found["phases"] = phases(self.directory / "outputs" / "sort-letters", terminal.began)
         terminal.interrupt()
@@ -202,7 +203,7 @@ class Clone:
 
     def stopped(self) -> Figures:
         terminal = self.rl()
-        terminal.until(rb"step 2/")
+        terminal.until(rb"step +2/")
         terminal.interrupt()
         terminal.until(rb"finishing this step")
         terminal.interrupt()
@@ -211,13 +212,14 @@ class Clone:
     def restarted(self) -> Figures:
         """An engine that is killed while its run trains."""
         terminal = self.rl("--inference.max-restarts", "1")
-        terminal.until(rb"step 3/")
+        terminal.until(rb"step +3/")
         log = (self.directory / "outputs" / "sort-letters" / "logs" / "launcher.log").read_text()
         os.kill(int(re.findall(r"started inference pid=(\d+)", log)[-1]), signal.SIGKILL)
         began = terminal.until(rb"was started anew")
-        seen = max(int(step) for step in re.findall(rb"step (\d+)/", terminal.output))
+        seen = max(int(step) for step in re.findall(rb"step +(\d+)/", terminal.output))
         # Batches that were sampled before may still be trained; after these comes one of the new engine.
-        found = {"restarted": terminal.until(rb"step %d/" % (seen + 3)) - began}
+        step_or_end = terminal.until(rb"step +%d/|FAILED" % (seen + 3)) - began
+        found = {} if b"FAILED" in terminal.output else {"restarted": step_or_end}
         for _ in range(2):
             terminal.interrupt()
             time.sleep(0.1)
@@ -232,7 +234,7 @@ def _median(values: list[Any]) -> Any:
     if not isinstance(values[0], dict):
         return round(statistics.median(values), 3)
     every: Callable[[str], list[Any]] = lambda name: [each[name] for each in values if name in each]
-    return {name: _median(every(name)) for name in values[0]}
+    return {name: _median(every(name)) for each in values for name in each}
 
 
 def main() -> None:
