@@ -174,7 +174,7 @@ class Clone:
             "version": self.command("--version"),
             "help": self.command("--help"),
             "rl_help": self.command("rl", "--help"),
-            "dry_run": self.words("rl", "--dry-run"),
+            "dry_run": self.words("rl", "--dry-run", "--clean"),
         }
         found: Figures = {name: self.ended(argv) for name, argv in commands.items()}
         for measured in (self.first_step, self.first_error, self.at_start, self.stopped, self.restarted):

@@ -459,10 +459,10 @@ class GoPipe:
 
     def env(self) -> dict[str, str]:
         """The environment variable of a process that waits; it needs the file descriptors `fds`, too."""
-        return {GO_FD_VAR: str(fd) for fd in self.fds()}
+        return {GO_FD_VAR: str(self._ends[0])}
 
     def fds(self) -> tuple[int, ...]:
-        """Empty when all is checked."""
+        """What a process that waits is given; nothing when all is checked."""
         return self._ends[:1]
 
     def close(self) -> None:
