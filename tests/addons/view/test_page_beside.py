@@ -57,9 +57,9 @@ async def test_its_process_imports_nothing_until_a_browser_connects(
         return Path(f"/proc/{started[0].pid}/cmdline").read_text().split("\0")
 
     with page.beside(run, is_wanted=True) as address:
-        await waiting.until(lambda: words()[4] == page._AWAIT)
+        await waiting.until(lambda: words()[4:5] == [page._AWAIT])
         await asyncio.sleep(0.3)
-        assert words()[4] == page._AWAIT
+        assert words()[4:5] == [page._AWAIT]
         assert await asyncio.to_thread(get, f"{address}api/runs")
         assert words()[2:5] == ["-m", "stretto", "view"]
 
