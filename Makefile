@@ -30,8 +30,9 @@ PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 .PHONY: demo install lock vllm dynamo test test-fast test-core test-without test-all test-cluster test-launchers lint docs clean
 .DEFAULT_GOAL := demo
 
+# Python may keep what it compiles: the demo is the first to import what was installed.
 demo: $(VENV)/installed
-	$(BIN)/stretto demo
+	PYTHONDONTWRITEBYTECODE= $(BIN)/stretto demo
 
 install: $(VENV)/installed
 
@@ -110,6 +111,7 @@ clean:
 # A stamp is written last: a half-finished installation is repeated, a finished one is not.
 # PyTorch comes first and alone, so that pip takes its CPU build where one is found; then it is pinned, so that nothing
 # that depends on it replaces it.
+# pip compiles nothing here: of ten thousand modules a run imports two thousand, and Python keeps those that it compiles.
 $(VENV)/torch:
 	@[ -n "$(PYTHON)" ] || { echo "error: stretto needs Python 3.11, 3.12 or 3.13 and finds none of them; your python3 is" \
 		"`python3 --version 2>&1 || true`. Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
@@ -118,12 +120,12 @@ $(VENV)/torch:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: $(PYTHON) comes without venv; on Debian and Ubuntu:" \
 		"apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install torch==$(TORCH)
+	$(BIN)/python -m pip install --no-compile torch==$(TORCH) 'setuptools>=77'
 	$(BIN)/python -m pip freeze | grep -i '^torch==' > $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/installed: pyproject.toml $(LOCK) | $(VENV)/torch
-	$(PIP) -e '.[plot,parquet]'
+	$(PIP) --no-compile --no-build-isolation -e '.[plot]'
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml $(LOCK) | $(VENV)/torch

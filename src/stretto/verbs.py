@@ -96,9 +96,7 @@ def _sft(cfg: SFTConfig, words: list[str]) -> int:
 
     if (code := start_ranks(cfg, words)) is not None:
         return code
-    from stretto.trainer.sft import main as run
-
-    return run(cfg)
+    return _imported("stretto.trainer.sft:main")(cfg)
 
 
 def _check_weights(cfg: SFTConfig | InferenceConfig) -> None:
@@ -139,13 +137,24 @@ def _check_first_rows(cfg: SFTConfig) -> None:
                 next(pairs, None)
 
 
+def _imported(path: str) -> Callable[[Any], int]:
+    """The function at `path`, whose modules import torch."""
+    from stretto.base.runtime import importing
+
+    with importing():
+        return addons.object_at(path)
+
+
 def _process(path: str, *, computes: bool = False) -> Callable[[Any, list[str]], int]:
     """A verb that runs one process, by the function at `path`; computes: it uses torch in this process."""
 
     def run(cfg: RunRoot, words: list[str]) -> int:
         if computes:
             _let_waiting_threads_sleep()
-        main = addons.object_at(path)
+        from stretto.base.status import wait_for_go
+
+        main = _imported(path)
+        wait_for_go()
         restore_python_signals()
         return main(cfg)
 
@@ -164,7 +173,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
     if (cfg.slurm is not None or cfg.ray is not None) and not cfg.dry_run:
         return _elsewhere(cfg)
     _let_waiting_threads_sleep()
-    from stretto.base.status import SUPERVISED_VAR
+    from stretto.base.status import SUPERVISED_VAR, wait_for_go
     from stretto.launch.plan.engines import has_router
     from stretto.launch.run.serve import unused_gpus
 
@@ -175,6 +184,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
     if max(cfg.deployment.num_processes, cfg.num_nodes) > 1 or cfg.kv_cache_offload is not None or has_router(cfg):
         from stretto.launch.run.serve import main as serve
 
+        wait_for_go()
         served = serve(cfg, dry_run=cfg.dry_run)
         if isinstance(served, int):
             if cfg.dry_run:
@@ -186,10 +196,10 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
         cfg = served
     if cfg.dry_run:
         return show_dry_run("inference", cfg)
-    from stretto.inference.server import main as run
-
+    main = _imported("stretto.inference.server:main")
+    wait_for_go()
     restore_python_signals()
-    return run(cfg)
+    return main(cfg)
 
 
 def _let_waiting_threads_sleep() -> None:

@@ -48,6 +48,9 @@ FINISH_VAR = "STRETTO_FINISH"
 """Set in a job: a file that exists once the job has been asked to finish, perhaps before a process handled signals."""
 DEVICES_FREE = "devices_free"
 """Kind of a status line of the orchestrator: engines sleep, so processes that wait for their devices can start."""
+GO_FD_VAR = "STRETTO_GO_FD"
+"""Set for a process that is started before the orchestrator has checked everything, so that it can import meanwhile:
+a pipe that ends when it may go on."""
 KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine", "warning", "ready", "progress", DEVICES_FREE})
 
 FIRST_SHOWN_S, SHOWN_EVERY_S = 1.0, 0.5
@@ -75,6 +78,16 @@ def was_asked_to_finish() -> bool:
     """Whether our job was asked to finish, perhaps before this process handled signals."""
     marker = os.environ.get(FINISH_VAR)
     return marker is not None and os.path.exists(marker)
+
+
+def wait_for_go() -> None:
+    """Wait until the launcher has seen that everything is checked, if this process was started before.
+
+    Call it when all is imported and nothing of the run was touched.
+    """
+    if (fd := os.environ.pop(GO_FD_VAR, None)) is not None:
+        os.read(int(fd), 1)
+        os.close(int(fd))
 
 
 def adopt_pipe() -> bool:

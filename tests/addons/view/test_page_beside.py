@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -43,6 +44,24 @@ def test_the_page_answers_as_soon_as_its_address_is_known_and_ends_with_the_run(
     with pytest.raises(urllib.error.URLError):
         get(address)
     assert run.log("view").read_text() == ""
+
+
+async def test_its_process_imports_nothing_until_a_browser_connects(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = page._start
+    monkeypatch.setattr(page, "_start", lambda *given: started.append(start(*given)) or started[0])
+
+    def words() -> list[str]:
+        return Path(f"/proc/{started[0].pid}/cmdline").read_text().split("\0")
+
+    with page.beside(run, is_wanted=True) as address:
+        await waiting.until(lambda: words()[4:5] == [page._AWAIT])
+        await asyncio.sleep(0.3)
+        assert words()[4:5] == [page._AWAIT]
+        assert await asyncio.to_thread(get, f"{address}api/runs")
+        assert words()[2:5] == ["-m", "stretto", "view"]
 
 
 def test_two_runs_have_a_page_each(run: RunDir) -> None:

@@ -1,12 +1,15 @@
-"""What a process asks of the C library."""
+"""What a process asks of the interpreter and the C library."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from stretto.base import runtime
 
 HAS_GLIBC = "gnu" in (sys.implementation._multiarch or "")
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -55,3 +58,14 @@ print("went on")
 def test_a_process_without_room_for_a_large_heap_goes_on():
     done = subprocess.run([sys.executable, "-c", LITTLE], capture_output=True, text=True, timeout=60)
     assert done.stdout == "went on\n", done.stdout + done.stderr
+
+
+def test_nothing_is_collected_while_importing_and_what_was_imported_is_never_searched() -> None:
+    before = gc.get_freeze_count()
+    with runtime.importing():
+        assert not gc.isenabled()
+        kept = [[] for _ in range(1000)]
+    try:
+        assert gc.isenabled() and gc.get_freeze_count() >= before + len(kept)
+    finally:
+        gc.unfreeze()

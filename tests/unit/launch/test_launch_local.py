@@ -20,14 +20,20 @@ pytestmark = pytest.mark.heavy
 STAND_IN = """
 import json, os, signal, sys, time
 from pathlib import Path
-from stretto.base.status import report
+from stretto.base.status import report, wait_for_go
 role, plan, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 stop = []
+if "early" in plan:
+    (directory / f"{role}.imported").touch()
+    wait_for_go()
 signal.signal(signal.SIGINT, lambda *_: stop.append(1))
 if "deaf" in plan:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print(f"{role} is up", flush=True)
 (directory / f"{role}.pid").write_text(str(os.getpid()))
+if "checks" in plan:
+    while not (directory / "trainer.imported").exists():
+        time.sleep(0.01)
 if role == "orchestrator" and "unchecked" not in plan:
     report("phase", text="waiting for the engine", is_early=True)
 if "talks" in plan:
@@ -65,7 +71,10 @@ given = eval(sys.argv[3])
 most, process.RESTART_EARNED_S = given.pop("max_restarts", 0), given.pop("earn_s", process.RESTART_EARNED_S)
 timeouts = Timeouts(**given)
 specs = [
-    ProcessSpec(role, 0, 1, (sys.executable, "-c", stand_in, role, plan, str(directory)), {}, (), 1, {}, most)
+    ProcessSpec(
+        role, 0, 1, (sys.executable, "-c", stand_in, role, plan, str(directory)), {}, (), 1, {}, most,
+        imports_early="early" in plan,
+    )
     for role, plan in (pair.split("=") for pair in sys.argv[4:])
 ]
 causes = {"orchestrator": "LIKELY CAUSE"}
@@ -142,6 +151,25 @@ async def test_other_processes_are_not_started_before_the_orchestrator_has_check
     code, output = await launcher.end()
     assert code == 2 and output.startswith("error: it says why") and "stopped" not in output
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["orchestrator.log"]
+
+
+async def test_a_process_that_imports_early_does_nothing_more_when_a_check_fails(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, inference="waits", orchestrator="checks unchecked says exits2", trainer="early")
+    code, output = await launcher.end()
+    assert code == 2 and output.startswith("error: it says why") and "stopped" not in output
+    assert (tmp_path / "logs" / "trainer.log").read_text() == ""
+    assert not (tmp_path / "trainer.pid").exists() and not (tmp_path / "logs" / "inference.log").exists()
+
+
+async def test_a_process_that_imports_early_goes_on_when_everything_is_checked(tmp_path: Path) -> None:
+    plans = {"inference": "waits", "orchestrator": "checks talks finishes", "trainer": "early follows"}
+    launcher = Launcher(tmp_path, **plans)
+    await until(lambda: (tmp_path / "trainer.imported").exists())
+    await launcher.is_up()
+    os.kill(await launcher.pid("orchestrator"), signal.SIGINT)
+    code, output = await launcher.end()
+    assert code == 0 and "step 1/3" in output
+    await launcher.all_have_ended()
 
 
 async def test_processes_that_ignore_sigterm_are_killed(tmp_path: Path) -> None:

@@ -74,6 +74,10 @@ def test_every_process_is_started_from_the_config_the_plan_writes(config) -> Non
     assert json.loads(plan.run.plan.read_text())["batch"]["rollouts"] == 32
 
 
+def test_what_imports_torch_is_started_beside_the_orchestrator(config) -> None:
+    assert [spec.role for spec in planned(config()).processes if spec.imports_early] == ["inference", "trainer"]
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("is_supervised", [False, True])
 @pytest.mark.parametrize(

@@ -247,6 +247,7 @@ class Server:
         self.generated = 0
         self.salts: list[str | None] = []
         self.num_cut = 0  # requests for tokens whose connection is still to break
+        self.num_cut_updates = 0
         self.answer = b"{}"  # to what is asked around an update
         self.asked: list[str] = []
         self.may_load = asyncio.Event()
@@ -287,6 +288,9 @@ class Server:
 
         async def update(request):
             self.asked.append(request.path)
+            if self.num_cut_updates:
+                self.num_cut_updates -= 1
+                request.transport.abort()
             if not self.is_alive or self.refusals:
                 self.refusals = max(self.refusals - 1, 0)
                 return web.Response(status=500, body=api.Refusal("no", 500).body())
@@ -390,6 +394,45 @@ async def test_a_dead_engine_does_not_hold_up_an_update_and_gets_the_newest_when
         servers[0].is_alive = True
         await eventually(lambda: client.num_ready == 2)
         assert servers[0].versions == [2]
+
+
+@contextlib.asynccontextmanager
+async def one_engine(**settings):
+    server = Server(None)
+    async with EngineClient([await server.start()], timeout_s=60.0, **settings) as client:
+        watching = asyncio.ensure_future(client.watch())
+        yield client, server
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+    await server.runner.cleanup()
+
+
+async def test_the_only_engine_that_ends_within_an_update_is_waited_for_and_its_refusal_is_not():
+    async with one_engine(liveness_interval_s=3600.0) as (client, server):
+        server.refusals = 1
+        with pytest.raises(EngineError, match="no"):
+            await client.update_weights(version(1))
+        server.num_cut_updates, server.is_alive = 1, False
+        update = asyncio.ensure_future(client.update_weights(version(2)))
+        await eventually(lambda: client.num_ready == 0)
+        server.is_alive = True
+        async with asyncio.timeout(60):
+            await update
+        assert client.num_ready == 1 and server.versions[-1] == 2
+
+
+async def test_an_engine_whose_connection_broke_is_checked_at_once_and_let_in_soon_after_it_is_back():
+    async with one_engine(liveness_interval_s=3600.0) as (client, server):
+        await client.update_weights(version(1))
+        server.num_cut, server.is_alive = 1, False
+        request = GenerateRequest(request_id="r", prompt_ids=np.array([1], np.int32), session_id="s")
+        reply = asyncio.ensure_future(client.generate(request))
+        await eventually(lambda: client.num_ready == 0)
+        server.is_alive = True
+        async with asyncio.timeout(60):
+            await reply
+        assert server.versions == [1, 1] and server.generated == 2
 
 
 async def test_an_engine_that_falls_silent_within_an_update_does_not_hold_it_up():

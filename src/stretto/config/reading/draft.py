@@ -199,8 +199,8 @@ class Draft:
         table = find(self.cls, path[:-1]).key if path[-1] == "type" else None
         if table and len(table.sections) > 1 and value != self.values.get(path, table.default_tag):
             self._clear(path[:-1])
-        is_full = any(len(held) > len(path) and _is_below(held, path) for held in self.values)
-        if value != {} or not is_full:
+        # An empty table changes nothing where there are values of it.
+        if value != {} or not any(len(held) > len(path) and _is_below(held, path) for held in self.values):
             self._clear(path)
             for depth, part in enumerate(path):
                 if self.values.get(path[:depth], {}) not in ({}, [] if isinstance(part, int) else {}):
@@ -248,8 +248,10 @@ class Draft:
     def _clear(self, table: KeyPath) -> None:
         """Remove the value at a path, and everything below it."""
         held: dict[KeyPath, Any]
+        depth = len(table)
         for held in (self.values, self.sources, self.written):
-            for path in [path for path in held if _is_below(path, table)]:
+            # Called for every value of a file: as `_is_below`, in place.
+            for path in [path for path in held if path[:depth] == table]:
                 del held[path]
 
     def _fill_in_output_dir(self) -> None:

@@ -48,6 +48,8 @@ class ProcessSpec:
     """Which of the plan's hosts it runs on."""
     waits_for_devices: bool = False
     """Whether it is started only when the engines, which have its devices, sleep."""
+    imports_early: bool = False
+    """Whether it is started beside the orchestrator, and waits for its checks when everything is imported."""
 
     @property
     def name(self) -> str:
@@ -117,6 +119,7 @@ def rank_processes(
                 num_ranks=num_ranks,
                 node=first_node + node,
                 waits_for_devices=waits,
+                imports_early=not waits and cfg.service is None,
             )
         )
     return specs
@@ -173,7 +176,7 @@ def engine_process(
     gpus = () if section.device == "cpu" else gpus
     return stretto_process(
         "inference", run, engine.name, gpus, threads, env, _engine_ports(engine),
-        rank=rank, num_ranks=count, max_restarts=restarts,
+        rank=rank, num_ranks=count, max_restarts=restarts, imports_early=is_held,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """The page beside a run: `stretto view RUN` in a process of its own, which ends with the launcher.
 
-The launcher opens the port and prints the address at once; a browser that connects before the process has started waits
-for it. The run does not need the page: it goes on if the page does not start or dies.
+The launcher opens the port and prints the address at once. The process imports the page when a browser connects, which
+waits for it: a run at which nobody looks does not pay for that. The run does not need the page: it goes on if the page
+does not start or dies.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ VARIABLE = "STRETTO_VIEW"
 """Set to 0, runs that are started from this shell have no page."""
 HOST, PORT = "127.0.0.1", 8765
 _END_S = 2.0
+# Runs in the page's process until the first browser connects.
+_AWAIT = """
+import os, select, sys
+select.select([int(sys.argv[1])], [], [])
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 @contextmanager
@@ -51,7 +58,9 @@ def beside(run: RunDir, *, is_wanted: bool) -> Iterator[str | None]:
 
 
 def _start(run: RunDir, listener: socket.socket) -> subprocess.Popen[bytes] | None:
-    argv = [sys.executable, "-P", "-m", "stretto", "view", str(run), "--listen-fd", str(listener.fileno())]
+    fd = str(listener.fileno())
+    view = ["-P", "-m", "stretto", "view", str(run), "--listen-fd", fd]
+    argv = [sys.executable, "-I", "-S", "-c", _AWAIT, fd, *view]
     run.logs.mkdir(parents=True, exist_ok=True)
     try:
         with run.log("view").open("ab") as output:

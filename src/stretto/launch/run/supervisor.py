@@ -2,8 +2,8 @@
 
 Used by `rl` (rl.py), `inference` with several processes (serve.py), `sft` with several ranks (ranks.py) and `serve`
 (service.py). One process may lead: the orchestrator of `rl`, rank 0 of `sft`. At the first signal it is asked to
-finish, and it ends first. An orchestrator is also started first and alone: the others follow when it reports that it
-has checked everything.
+finish, and it ends first. The others begin when an orchestrator reports that it has checked everything: those that
+import for long are started beside it, and wait for that.
 
 States: RUNNING -> FINISHING (after the first signal: the lead finishes its step and a checkpoint is saved) -> ENDED;
 from both, STOPPING when a process fails, a deadline passes, or a second signal comes. The children are in process
@@ -32,7 +32,7 @@ from stretto.base import process
 from stretto.base.errors import ENDED_FIRST
 from stretto.base.paths import RunDir
 from stretto.base.process import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, Child, Restarts
-from stretto.base.status import DEVICES_FREE, STATUS_FD_VAR, SUPERVISED_VAR, was_asked_to_finish
+from stretto.base.status import DEVICES_FREE, GO_FD_VAR, STATUS_FD_VAR, SUPERVISED_VAR, was_asked_to_finish
 from stretto.base.watch import EXIT_STALLED
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.run.console import Console
@@ -140,9 +140,10 @@ class Supervisor:
         self._stop_now = asyncio.Event()
         self._is_terminated = asyncio.Event()
         self._has_checked = asyncio.Event()
+        self._go = GoPipe()
         self._are_devices_free = False
         if console is None or self._lead is None:
-            self._has_checked.set()
+            self._let_go()
         self.has_begun = console is None
         """There is work to finish: a status line of the orchestrator has reported it."""
         self._must_finish = False
@@ -165,6 +166,8 @@ class Supervisor:
 
     def _start(self, spec: ProcessSpec) -> Child:
         env, fds = spec.env | self._status.env(), list(self._pass_fds)
+        if spec.imports_early and not self._has_checked.is_set():
+            env, fds = env | self._go.env(), [*fds, *self._go.fds()]
         if self._status.writer >= 0:
             fds.append(self._status.writer)
         is_shown = self._console is None and spec.name == self._lead
@@ -174,11 +177,11 @@ class Supervisor:
         return child
 
     def _start_due(self, running: dict[asyncio.Task, Child]) -> None:
-        """Start the lead; the others once it has checked everything; last, those that wait for devices of engines."""
+        """Start the lead, and what may import meanwhile; the others once the lead has checked everything; last, those
+        that wait for devices of engines."""
         for spec in self._specs.values():
-            is_due = spec.name == self._lead or (
-                self._has_checked.is_set() and (self._are_devices_free or not spec.waits_for_devices)
-            )
+            is_checked = self._has_checked.is_set() and (self._are_devices_free or not spec.waits_for_devices)
+            is_due = is_checked or spec.name == self._lead or spec.imports_early
             if is_due and spec.name not in self._children:
                 child = self._start(spec)
                 running[asyncio.create_task(child.wait())] = child
@@ -357,10 +360,16 @@ class Supervisor:
         return max([self._last_status_at, *(time.monotonic() - age for age in ages)])
 
     async def _stop(self) -> None:
+        if not self._has_checked.is_set():
+            for child in self._children.values():
+                if child.name != self._lead:  # it has only imported
+                    child.signal_group(signal.SIGKILL)
+                    child.popen.wait()
         running = [child.name for child in self._children.values() if child.returncode is None]
         started = time.monotonic()
         await process.stop(self._children.values(), grace_s=self._timeouts.grace_s)
         self._status.close()
+        self._go.close()
         if running and set(running) != {"inference"}:
             self._show(f"stopped {', '.join(running)} in {time.monotonic() - started:.1f}s")
 
@@ -368,7 +377,7 @@ class Supervisor:
 
     def _on_status(self, status: dict) -> None:
         if status.get("kind") not in ("note", "warning", "progress"):
-            self._has_checked.set()
+            self._let_go()
             self.has_begun |= not status.get("is_early")
         self._last_status_at = time.monotonic()
         self._are_devices_free |= status.get("kind") == DEVICES_FREE
@@ -380,6 +389,16 @@ class Supervisor:
             self._kill_wedged(status["url"])
         elif self._console is not None:
             self._console.show(status)
+
+    def _let_go(self) -> None:
+        """Everything is checked: processes that wait for that go on, the others start."""
+        if self._has_checked.is_set():
+            return
+        self._has_checked.set()
+        self._go.close()
+        for child in self._children.values():
+            if child.name != self._lead:  # until now it has waited
+                child.started_at = time.monotonic()
 
     def _on_signal(self, number: signal.Signals) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else number.name
@@ -430,6 +449,27 @@ def _handle_signals(on_signal: Callable[[signal.Signals], None]) -> Iterator[Non
     finally:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+
+
+class GoPipe:
+    """The launcher's ends of the pipe whose end tells processes that all is checked (base/status.py)."""
+
+    def __init__(self) -> None:
+        self._ends: tuple[int, ...] = os.pipe()
+
+    def env(self) -> dict[str, str]:
+        """The environment variable of a process that waits; it needs the file descriptors `fds`, too."""
+        return {GO_FD_VAR: str(self._ends[0])}
+
+    def fds(self) -> tuple[int, ...]:
+        """What a process that waits is given; nothing when all is checked."""
+        return self._ends[:1]
+
+    def close(self) -> None:
+        """Let those that wait go on."""
+        for fd in self._ends:
+            os.close(fd)
+        self._ends = ()
 
 
 class StatusPipe:

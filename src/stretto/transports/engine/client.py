@@ -200,7 +200,9 @@ class EngineClient:
         results = await _gather_loads(loads, self._liveness_timeout_s if is_together else None)
         failures: dict[str, str] = {}
         for url, result in zip(urls, results):
-            if isinstance(result, EngineError) and len(self.admin_urls) > 1:
+            # The only engine may be started anew after its end; what it refuses, it would refuse again.
+            is_away = isinstance(getattr(result, "__cause__", None), http.Lost | http.Unavailable)
+            if isinstance(result, EngineError) and (is_away or len(self.admin_urls) > 1):
                 failures[url] = str(result)
             elif isinstance(result, BaseException):
                 raise result

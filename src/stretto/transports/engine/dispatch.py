@@ -87,6 +87,8 @@ class Dispatch:
                 if attempt >= self._max_retries:
                     raise EngineError(f"{what}: {error} (after {attempt + 1} attempts)") from error
                 logger.warning("%s: %s; trying again", what, error)
+                if isinstance(error, http.Lost):
+                    self._fleet.suspect(url)
             await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
             attempt += 1
             await self._fleet.wait_for_any()

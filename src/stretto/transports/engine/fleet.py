@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -27,7 +28,9 @@ from stretto.transports.engine import http
 logger = logging.getLogger(__name__)
 
 JOIN_S = 0.5
-"""Interval at which an engine that joins is asked whether it is there."""
+"""Interval at which an engine that joins, or went down lately, is asked whether it is there."""
+LATELY_S = 60.0
+"""An engine that is down for longer is asked as seldom as the others."""
 
 
 class EngineState(StrEnum):
@@ -51,6 +54,8 @@ class EngineNode:
     """Addresses of the other nodes of its engine: they go down and come back together."""
     is_new: bool = False
     """Whether it has joined and was not READY yet: it is proved first."""
+    is_suspected: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a connection to it broke, and when it goes down: whoever watches it does not sleep on."""
 
 
 class Fleet:
@@ -129,6 +134,11 @@ class Fleet:
         assert self.nodes[url].state is EngineState.DRAINED
         del self.nodes[url]
 
+    def suspect(self, url: str) -> None:
+        """A connection to this address broke: check at once whether its engine is alive."""
+        if (node := self.nodes.get(url)) is not None and node.state is EngineState.READY:
+            node.is_suspected.set()
+
     async def mark_down(self, url: str, reason: str) -> None:
         """Send no more requests to this engine, and cancel those that run on it; nothing if it was forgotten."""
         if (node := self.nodes.get(url)) is None or node.state is not EngineState.READY:
@@ -141,6 +151,7 @@ class Fleet:
     async def _mark_down(self, url: str, reason: str) -> None:
         node = self.nodes[url]
         node.state, node.reason, node.since = EngineState.DOWN, reason, time.monotonic()
+        node.is_suspected.set()
         self.generation += 1
         logger.warning("engine %s is down: %s; %d of %d are up", url, reason, len(self.ready()), len(self.nodes))
         for task in tuple(node.requests) if len(self.nodes) > 1 else ():
@@ -159,9 +170,16 @@ class Fleet:
     async def _watch(self, node: EngineNode) -> None:
         """Watch an engine until it is drained; one that joins again is watched anew."""
         while True:
-            await asyncio.sleep(min(JOIN_S, self._interval_s) if node.is_new else self._interval_s)
+            node.is_suspected.clear()
+            before = node.state
+            is_awaited = node.is_new or (node.state is EngineState.DOWN and time.monotonic() < node.since + LATELY_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(JOIN_S, self._interval_s) if is_awaited else self._interval_s):
+                    await node.is_suspected.wait()
             if node.state is EngineState.DRAINED:
                 return
+            if node.state is EngineState.DOWN and before is EngineState.READY:
+                continue  # it is given a moment
             try:
                 await self._check(node.url)
             except EngineError as error:

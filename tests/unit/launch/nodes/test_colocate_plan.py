@@ -44,6 +44,7 @@ def test_every_node_of_the_trainer_has_its_ranks_and_engines_on_the_same_gpus(co
     assert gpu_sum(plan) == "8 trainer + 8 inference = 8, 8 of them shared"
     waiting = [spec.name for spec in plan.processes if spec.waits_for_devices]
     assert waiting == [f"trainer_{rank}" for rank in range(4)]
+    assert not any(spec.imports_early for spec in plan.processes if spec.waits_for_devices)
 
 
 def test_an_engine_over_all_nodes_takes_turns_with_the_trainer_there(config):
