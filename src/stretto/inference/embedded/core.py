@@ -144,6 +144,8 @@ class EngineCore:
         )
         self.scheduler.returns_supports = settings.enable_return_sampling_mask
         self.speculator = self._build_speculator()
+        # On a CPU other processes take turns with this one; that says nothing about drafts.
+        self._clock = time.thread_time if weight.device.type == "cpu" else time.perf_counter
         self._weights_away, self._cache_away = MemoryOffload(), MemoryOffload()
         trim()  # the memory of the parameters that were stacked
         self.requests: dict[str, EngineRequest] = {}
@@ -230,12 +232,13 @@ class EngineCore:
 
     def step(self) -> list[EngineRequest]:
         """Compute and sample once; returns the requests that have finished or failed."""
-        if self.speculator is None:
+        speculator = self.speculator
+        if speculator is None or speculator.rest(len(self.scheduler.running)):
             return self._step(None)
-        started, num_before = time.perf_counter(), self.scheduler.counters.generation_tokens
-        finished = self._step(self.speculator.propose(self.scheduler.running))
+        started, num_before = self._clock(), self.scheduler.counters.generation_tokens
+        finished = self._step(speculator.propose(self.scheduler.running))
         tokens = self.scheduler.counters.generation_tokens - num_before
-        self.speculator.observe_pass(self.scheduler.latest, tokens=tokens, seconds=time.perf_counter() - started)
+        speculator.observe_pass(self.scheduler.latest, tokens=tokens, seconds=self._clock() - started)
         return finished
 
     def _step(self, num_drafts: Int[np.ndarray, " capacity"] | None) -> list[EngineRequest]:
