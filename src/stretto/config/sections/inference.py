@@ -110,9 +110,9 @@ class ServedAdaptersSection(Section):
 
 
 class SpeculationSection(Section):
-    """Present: engines guess the next tokens of a reply and check the guesses in one pass. What is sampled, and with which
-    log-probabilities, stays the policy's; a reply only comes sooner. The embedded engine stops guessing while that is
-    slower."""
+    """Present: engines guess the next tokens of a reply and check the guesses in one pass. What is sampled, and with
+    which log-probabilities, stays the policy's; a reply only comes sooner. The embedded engine stops guessing while
+    that is slower."""
 
     method: Literal["suffix", "ngram", "mtp", "eagle", "eagle3"] = "suffix"
     """`suffix`: copies from the prompt, the reply and other replies, those to the same prompt first; vLLM needs the

@@ -7,6 +7,7 @@ from bisect import bisect_left
 
 from stretto.inference.embedded.core import EngineCore
 from stretto.inference.embedded.scheduler import EngineRequest
+from stretto.inference.embedded.speculation import SpeculationCounts
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
                   40.0)  # fmt: skip
@@ -80,6 +81,8 @@ class Metrics:
             lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name}{{{self.labels}}} {value}"]
         for name, value in totals.items():
             lines += [f"# TYPE vllm:{name}_total counter", f"vllm:{name}_total{{{self.labels}}} {value}"]
+        if core.speculator is not None:
+            lines += self._speculation(core.speculator.counts)
         lines.append("# TYPE vllm:request_success_total counter")
         for reason, count in self.finished.items():
             lines.append(f'vllm:request_success_total{{{self.labels},finished_reason="{reason}"}} {count}')
@@ -89,3 +92,15 @@ class Metrics:
         config = f'block_size="{core.settings.block_size}",num_gpu_blocks="{pool.num_usable}"'
         lines += ["# TYPE vllm:cache_config_info gauge", f"vllm:cache_config_info{{{self.labels},{config}}} 1"]
         return "\n".join(lines) + "\n"
+
+    def _speculation(self, counts: SpeculationCounts) -> list[str]:
+        totals = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_passes", "num_passes_on")
+        lines = []
+        for name in totals:
+            full = f"vllm:spec_decode_{name}_total"
+            lines += [f"# TYPE {full} counter", f"{full}{{{self.labels}}} {getattr(counts, name)}"]
+        full = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        lines.append(f"# TYPE {full} counter")
+        for position, count in enumerate(counts.accepted_at.tolist()):
+            lines.append(f'{full}{{{self.labels},position="{position}"}} {count}')
+        return lines
