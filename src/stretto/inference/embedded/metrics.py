@@ -94,13 +94,18 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def _speculation(self, counts: SpeculationCounts) -> list[str]:
-        totals = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_passes", "num_passes_on")
+        totals = {
+            "vllm:spec_decode_num_drafts_total": counts.num_drafts,
+            "vllm:spec_decode_num_draft_tokens_total": counts.num_draft_tokens,
+            "vllm:spec_decode_num_accepted_tokens_total": counts.num_accepted_tokens,
+            "vllm:spec_decode_num_passes_total": counts.num_passes,
+            "vllm:spec_decode_num_passes_on_total": counts.num_passes_on,
+        }
         lines = []
-        for name in totals:
-            full = f"vllm:spec_decode_{name}_total"
-            lines += [f"# TYPE {full} counter", f"{full}{{{self.labels}}} {getattr(counts, name)}"]
-        full = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-        lines.append(f"# TYPE {full} counter")
+        for name, value in totals.items():
+            lines += [f"# TYPE {name} counter", f"{name}{{{self.labels}}} {value}"]
+        lines.append("# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter")
         for position, count in enumerate(counts.accepted_at.tolist()):
-            lines.append(f'{full}{{{self.labels},position="{position}"}} {count}')
+            labels = f'{self.labels},position="{position}"'
+            lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {count}")
         return lines
