@@ -11,7 +11,7 @@ from engine_runs import ask, audit, bits, build_core, build_model, prompt, run, 
 from stretto.config.sections.model import ScratchSection
 from stretto.families.table import VISION_FAMILIES
 from stretto.inference.embedded.core import EngineCore
-from stretto.inference.embedded.speculation import SpeculationSettings
+from stretto.inference.embedded.speculation import Pace, PaceState, SpeculationSettings
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest
 
@@ -136,3 +136,47 @@ def test_new_weights_in_the_middle():
 def test_2000_requests_are_those_of_plain_decoding():
     drafting, plain = both(enable_return_sampling_mask=True)
     same_as_plain(drafting, plain, mixture(2000, 4), at_once=50)
+
+
+def paced(num_passes: int, cost, gain) -> tuple[float, float, Pace]:
+    """Play passes of 8 sequences: seconds with drafts as paced, and without, per token; and the state.
+
+    cost(i), gain(i): the time of pass i with drafts, in plain passes, and the tokens of each sequence that it samples.
+    """
+    pace, seconds, tokens = Pace(), 0.0, 0.0
+    for i in range(num_passes):
+        if pace.rest():
+            seconds, tokens = seconds + 1, tokens + 8
+            continue
+        is_drafted = pace.is_drafting
+        took, found = (cost(i), int(8 * gain(i))) if is_drafted else (1.0, 8)
+        pace.observe(is_drafted=is_drafted, num_sequences=8, rows=found, tokens=found, seconds=took)
+        seconds, tokens = seconds + took, tokens + found
+    return tokens / seconds, 8.0, pace
+
+
+def test_drafts_that_help_stay_on():
+    rate, plain, _ = paced(5000, lambda i: 1.5, lambda i: 3)
+    assert rate > 0.93 * 2 * plain
+
+
+@pytest.mark.parametrize("cost, gain", [(1.5, 1), (1.5, 1.4), (3, 1), (6, 2)])
+def test_drafts_that_do_not_help_cost_next_to_nothing(cost, gain):
+    rate, plain, _ = paced(5000, lambda i: cost, lambda i: gain)
+    assert rate > 0.975 * plain
+
+
+def test_drafts_are_tried_again():
+    """Nothing to copy at first, then much."""
+    *_, before = paced(3000, lambda i: 1.5, lambda i: 1)
+    *_, after = paced(9000, lambda i: 1.5, lambda i: 1 if i < 3000 else 3)
+    assert before.state is PaceState.RESTING and after.state in (PaceState.ON, PaceState.COMPARING)
+
+
+def test_a_stall_of_the_machine_does_not_decide():
+    rate, plain, _ = paced(5000, lambda i: 40 if i % 50 == 0 else 1.5, lambda i: 3)
+    assert rate > plain
+
+
+def test_an_engine_without_speculation_has_no_speculator():
+    assert build_core().speculator is None
