@@ -80,6 +80,25 @@ def test_first_class_keys_become_their_options(model):
     assert not {"--enforce-eager", "--block-size", "--kv-cache-memory-bytes"} & set(words)
 
 
+@pytest.mark.parametrize(
+    "section, expected",
+    [
+        ({"method": "ngram"}, {"method": "ngram", "num_speculative_tokens": 4}),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5},
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5},
+        ),
+        ({"method": "mtp"}, {"method": "mtp"}),
+        ({"suffix_decoding_max_tree_depth": 8}, {"method": "suffix", "suffix_decoding_max_tree_depth": 8}),
+        ({"method": "eagle3", "model": "d"}, {"method": "eagle3", "model": "d", "num_speculative_tokens": 3}),
+    ],
+)
+def test_drafts_become_the_speculative_config(model, section, expected):
+    cfg = InferenceSection.model_validate({"model": "some/model", "engine": "vllm", "speculation": section})
+    assert json.loads(words_of(cfg, model, is_cpu=False)["--speculative-config"]) == expected
+    assert "--speculative-config" not in words_of(InferenceSection(model="some/model"), model, is_cpu=False)
+
+
 def test_one_process_answers_for_all_ranks_of_an_engine_and_none_on_a_headless_node(model):
     """vLLM's default is one HTTP process per rank, and it refuses adapters with several."""
     for dp in (1, 4):

@@ -7,7 +7,6 @@ from bisect import bisect_left
 
 from stretto.inference.embedded.core import EngineCore
 from stretto.inference.embedded.scheduler import EngineRequest
-from stretto.inference.embedded.speculation import SpeculationCounts
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
                   40.0)  # fmt: skip
@@ -76,13 +75,23 @@ class Metrics:
             "weight_updates": self.num_updates,
             "weight_update_seconds": self.update_s,
         }
+        drafts = core.speculator
+        if drafts is not None:
+            totals |= {
+                "spec_decode_num_drafts": drafts.counts.num_drafts,
+                "spec_decode_num_draft_tokens": drafts.counts.num_draft_tokens,
+                "spec_decode_num_accepted_tokens": drafts.counts.num_accepted_tokens,
+                "spec_decode_num_passes": drafts.counts.num_passes,
+                "spec_decode_num_passes_on": drafts.counts.num_passes_on,
+            }
         lines = []
         for name, value in gauges.items():
             lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name}{{{self.labels}}} {value}"]
         for name, value in totals.items():
             lines += [f"# TYPE vllm:{name}_total counter", f"vllm:{name}_total{{{self.labels}}} {value}"]
-        if core.speculator is not None:
-            lines += self._speculation(core.speculator.counts)
+        for position, count in enumerate([] if drafts is None else drafts.counts.accepted_at.tolist()):
+            labels = f'{self.labels},position="{position}"'
+            lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {count}")
         lines.append("# TYPE vllm:request_success_total counter")
         for reason, count in self.finished.items():
             lines.append(f'vllm:request_success_total{{{self.labels},finished_reason="{reason}"}} {count}')
@@ -92,20 +101,3 @@ class Metrics:
         config = f'block_size="{core.settings.block_size}",num_gpu_blocks="{pool.num_usable}"'
         lines += ["# TYPE vllm:cache_config_info gauge", f"vllm:cache_config_info{{{self.labels},{config}}} 1"]
         return "\n".join(lines) + "\n"
-
-    def _speculation(self, counts: SpeculationCounts) -> list[str]:
-        totals = {
-            "vllm:spec_decode_num_drafts_total": counts.num_drafts,
-            "vllm:spec_decode_num_draft_tokens_total": counts.num_draft_tokens,
-            "vllm:spec_decode_num_accepted_tokens_total": counts.num_accepted_tokens,
-            "vllm:spec_decode_num_passes_total": counts.num_passes,
-            "vllm:spec_decode_num_passes_on_total": counts.num_passes_on,
-        }
-        lines = []
-        for name, value in totals.items():
-            lines += [f"# TYPE {name} counter", f"{name}{{{self.labels}}} {value}"]
-        lines.append("# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter")
-        for position, count in enumerate(counts.accepted_at.tolist()):
-            labels = f'{self.labels},position="{position}"'
-            lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {count}")
-        return lines
