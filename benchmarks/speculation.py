@@ -1,11 +1,10 @@
 """The embedded engine with drafts and without: tasks with long copies, and tasks without any.
 
-    python benchmarks/speculation.py [MODEL] [--quick]
+    python benchmarks/speculation.py [--quick]
 
-copies: a 0.1M model is taught for a minute to repeat its prompt, and repeats 16 to 64 of its tokens at temperature 1. none: a
-random model, whose tokens are noise; drafts must switch themselves off. groups: the model that copies, 8 samples per
-prompt. With MODEL, a directory of a chat model with real weights: it is asked to repeat texts, to change a word in
-them, and to tell stories at temperature 1.
+copies: a 0.1M model is taught for a minute to repeat its prompt, and repeats 16 to 64 of its tokens at temperature 1.
+none: a random model, whose tokens are noise; drafts must switch themselves off. groups: the model that copies, 8
+samples per prompt.
 
 One thread. All engines take turns in one process on the same requests, so many at a time, and must give the same bits;
 figures are tokens per second of processor time, medians over rounds. The engine with drafts lives through all rounds of
@@ -21,7 +20,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,7 +33,7 @@ from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.speculation import SpeculationSettings
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
-from stretto.models.hub import load_model, random_model
+from stretto.models.hub import random_model
 from stretto.models.lm_head import head_logits
 from stretto.records.generate import GenerateRequest, SamplingParams
 
@@ -153,13 +151,12 @@ def copies(count: int, n: int = 1) -> Ask:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer steps and rounds")
     given = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
     out = {}
-    taught = copying_model(600 if given.quick else 1500)
+    taught = copying_model(600 if given.quick else 800)
     noise = random_model(ScratchSection(hidden_size=64, num_layers=2), VOCAB)
     rounds = 5 if given.quick else 15
     for batch in (1, 4, 16, 64):
