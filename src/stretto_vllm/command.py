@@ -243,6 +243,9 @@ def _patches(section: InferenceSection, *, is_cpu: bool) -> Iterator[str]:
         yield COMPUTES_POLICY
     if section.enable_return_sampling_mask:
         yield "supports.return_supports_on_cpus" if is_cpu else "supports.return_supports_on_gpus"
+    drafts = {"speculative_config", "spec_method", "spec_model"}
+    if is_cpu and (section.speculation is not None or drafts & {name.replace("-", "_") for name in section.vllm_extra}):
+        yield "drafts.expand_settings_on_cpus"
     if is_cpu:
         yield "routers.group_sigmoid_experts"
         if section.enable_return_routed_experts:

@@ -369,3 +369,21 @@ def test_numbers_are_bfloat16_on_gpus_with_a_head_that_does_not_round_and_float3
     section = InferenceSection.model_validate({"model": str(model), **given})
     words = words_of(section, model, is_cpu=is_cpu)
     assert words["--dtype"] == dtype and words.get("--hf-overrides") == head
+
+
+@pytest.mark.parametrize("given", [{"speculation": {"method": "ngram"}}, {"vllm_extra": {"spec-method": "ngram"}}])
+def test_drafts_on_a_cpu_get_their_patch(model, given):
+    section = InferenceSection.model_validate({"model": "some/model", "engine": "vllm", **given})
+    assert "drafts.expand_settings_on_cpus" in build_command(section, model, is_cpu=True).env[PATCHES_VAR]
+    assert "drafts." not in build_command(section, model, is_cpu=False).env[PATCHES_VAR]
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`")
+def test_settings_of_requests_are_repeated_for_their_drafts():
+    import torch
+
+    from stretto_vllm.patches.drafts import _repeat
+
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    assert torch.equal(_repeat(torch.tensor([0.5, 1.0, 0.0]), ends, 5, 0, 1), torch.tensor([0.5, 0.5, 1.0, 1.0, 1.0]))
+    assert _repeat(torch.tensor([5, 6, 7], dtype=torch.int32), ends, 5).tolist() == [5, 5, 7, 7, 7]
