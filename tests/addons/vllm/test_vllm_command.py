@@ -173,11 +173,12 @@ def test_every_patch_is_a_function_of_a_module_in_patches(model):
             "enable_return_routed_experts": True,
             "enable_return_sampling_mask": True,
             "lora": {},
+            "speculation": {"method": "ngram"},
             "vllm_extra": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
         }
     )
     patches = {patch for is_cpu in (True, False) for patch in patches_of(section, model, is_cpu=is_cpu)}
-    assert len(patches) == 8
+    assert len(patches) == 9
     for module, _, function in (patch.partition(".") for patch in patches):
         assert callable(getattr(import_module(f"stretto_vllm.patches.{module}"), function))
 

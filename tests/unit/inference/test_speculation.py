@@ -12,6 +12,7 @@ from stretto.config.sections.model import ScratchSection
 from stretto.families.table import VISION_FAMILIES
 from stretto.inference.embedded.core import EngineCore
 from stretto.inference.embedded.speculation import Pace, PaceState, SpeculationSettings
+from stretto.inference.text import TokenWatcher
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest
 
@@ -180,3 +181,27 @@ def test_a_stall_of_the_machine_does_not_decide():
 
 def test_an_engine_without_speculation_has_no_speculator():
     assert build_core().speculator is None
+
+
+def test_stop_texts_end_in_the_middle_of_a_draft():
+    """With a decoder that gives each token a letter, replies end at the same token for the same text."""
+    decode = lambda ids: "".join(chr(97 + i % 26) for i in ids)
+    ends = []
+    for core in both():
+        requests = []
+        for i, stop in enumerate(("g", "h", "qq", "bb")):
+            spec = ask(f"s{i}", np.tile([5, 6, 7], 8), n=3, max_tokens=80, temperature=0.1, stop=(stop,), seed=i)
+            request = core.build_request(spec)
+            request.watcher = TokenWatcher(spec, decode, is_streamed=True)
+            core.submit(request)
+            requests.append(request)
+        while core.has_work:
+            core.step()
+            assert audit(core) == []
+        for request in requests:
+            events = request.watcher.pop_events()
+            for member, completion in enumerate(request.completions):
+                assert [token for m, token, _ in events if m == member] == completion.token_ids.tolist()
+        ends.append([[(bits(c), c.finish_reason, c.stop_reason) for c in r.completions] for r in requests])
+    assert ends[0] == ends[1]
+    assert any(stop is not None for request in ends[0] for _, _, stop in request)

@@ -34,7 +34,7 @@ from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
 from stretto.inference.embedded.sampler import PromptScores, SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import EngineRequest, Scheduler
 from stretto.inference.embedded.slots import SequenceSlots
-from stretto.inference.embedded.speculation import DraftRows, SpeculationSettings, Speculator
+from stretto.inference.embedded.speculation import DraftRows, SpeculationSettings, Speculator, watch_drafts
 from stretto.inference.embedded.vision.store import ImageStore
 from stretto.inference.limits import refusal_reason
 from stretto.models.decoder import Decoder
@@ -440,13 +440,9 @@ class EngineCore:
                     request.failure = error
                     self._abort_samples(request, finished)
                     continue
-            if is_stop is not None and is_stop[i]:
-                is_eos = token in self.settings.eos_ids
-                self._finish_sample(slot, "stop", None if is_eos else token, finished)
-            elif matched is not None:
-                self._finish_sample(slot, "stop", matched, finished)
-            elif is_end[i]:
-                self._finish_sample(slot, "length", None, finished)
+            has_stop = is_stop is not None and bool(is_stop[i])
+            if has_stop or matched is not None or is_end[i]:
+                self._end(slot, token, matched, finished, is_stop=has_stop)
 
     def _sample_drafts(
         self, chosen: np.ndarray, num_drafts: np.ndarray, logits: Tensor, finished: list[EngineRequest]
@@ -478,13 +474,13 @@ class EngineCore:
             is_stop = (batch.stop_ids == tokens[:, None]).any(axis=1)
         num_right = rows.first(is_wrong)
         count = rows.first(is_wrong | is_stop) + 1
-        matched = (
-            self._watch_drafts(chosen, rows.starts, count, tokens, logprobs) if batch.is_watched is not None else {}
-        )
+        matched: dict[int, str | None] = {}
+        if batch.is_watched is not None:
+            matched = watch_drafts(slots, self.scheduler.request_of, chosen, rows.starts, count, (tokens, logprobs))
         is_kept = rows.nth < count[rows.owner]
-        for row in np.flatnonzero(is_kept).tolist() if supports else ():
-            if row in supports:
-                self.scheduler.supports[int(batch.slots[row])].append(supports[row])
+        for row, ids in (supports or {}).items():
+            if is_kept[row]:
+                self.scheduler.supports[int(batch.slots[row])].append(ids)
         owners, at = batch.slots[is_kept], at[is_kept]
         slots.tokens[owners, at] = tokens[is_kept]
         slots.logprobs[owners, at] = logprobs[is_kept]
@@ -501,47 +497,23 @@ class EngineCore:
         last = rows.starts + count - 1
         is_end = slots.num_tokens[chosen] >= slots.end[chosen]
         for i in np.flatnonzero(is_end | is_stop[last]).tolist() + list(matched):
-            slot, token = int(chosen[i]), int(tokens[last[i]])
-            request = self.scheduler.request_of[slot]
+            slot, request = int(chosen[i]), self.scheduler.request_of[int(chosen[i])]
             if request is None:  # ended in this loop
                 continue
             if request.failure is not None:
                 self._abort_samples(request, finished)
-            elif is_stop[last[i]]:
-                is_eos = token in self.settings.eos_ids
-                self._finish_sample(slot, "stop", None if is_eos else token, finished)
-            elif matched.get(i) is not None:
-                self._finish_sample(slot, "stop", matched[i], finished)
             else:
-                self._finish_sample(slot, "length", None, finished)
+                self._end(slot, int(tokens[last[i]]), matched.get(i), finished, is_stop=bool(is_stop[last[i]]))
         return first, rest
 
-    def _watch_drafts(
-        self, chosen: np.ndarray, starts: np.ndarray, count: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
-    ) -> dict[int, str | None]:
-        """Show watchers the tokens that are kept, and lower `count` where a stop text ends before.
-
-        Returns the stop text by place in `chosen`; None for requests whose watcher raised.
-        """
-        found: dict[int, str | None] = {}
-        for i in np.flatnonzero(self.slots.is_watched[chosen]).tolist():
-            slot, low = int(chosen[i]), int(starts[i])
-            request = self.scheduler.request_of[slot]
-            assert request is not None and request.watcher is not None, f"slot {slot} is watched"
-            if request.failure is not None:
-                continue
-            for nth in range(int(count[i])):
-                try:
-                    match = request.watcher.observe(
-                        int(self.slots.member[slot]), int(tokens[low + nth]), float(logprobs[low + nth])
-                    )
-                except Exception as error:  # fails this request only: the engine's state is not changed
-                    request.failure, found[i] = error, None
-                    break
-                if match is not None:
-                    found[i], count[i] = match, nth + 1
-                    break
-        return found
+    def _end(self, slot: int, token: int, matched: str | None, finished: list[EngineRequest], *, is_stop: bool) -> None:
+        """End a sample with the token that was sampled last: a stop token, the end of a stop text, or the limit."""
+        if is_stop:
+            self._finish_sample(slot, "stop", None if token in self.settings.eos_ids else token, finished)
+        elif matched is not None:
+            self._finish_sample(slot, "stop", matched, finished)
+        else:
+            self._finish_sample(slot, "length", None, finished)
 
     def _adjust(self, batch: _SamplingBatch, logits: Tensor, at: Int[np.ndarray, " rows"]) -> None:
         """Change the logits of the rows that have adjustments, in place; at: the positions of their tokens."""

@@ -19,6 +19,7 @@ time of one more row is worth in tokens; how likely is counted by how many token
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -29,11 +30,11 @@ from stretto.inference.embedded.drafts import NUM_CLASSES, DraftIndex, Method
 from stretto.inference.embedded.slots import SequenceSlots
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Int
+    from jaxtyping import Bool, Float, Int
 
-    from stretto.inference.embedded.scheduler import StepPlan
+    from stretto.inference.embedded.scheduler import EngineRequest, StepPlan
 
-MIN_GAIN = 1.02
+MIN_GAIN = 1.06
 """Drafts must be so many times as fast as plain passes."""
 _TIMED_PASSES = 8
 _TRIED_PASSES = 24
@@ -313,3 +314,31 @@ class DraftRows:
     def first(self, flags: Bool[np.ndarray, " rows"]) -> Int[np.ndarray, " sequences"]:
         """The place in each sequence of its first row with a flag; a large number without one."""
         return np.minimum.reduceat(np.where(flags, self.nth, 1 << 40), self.starts)
+
+
+def watch_drafts(
+    slots: SequenceSlots, request_of: Sequence[EngineRequest | None], chosen: Int[np.ndarray, " sequences"],
+    starts: Int[np.ndarray, " sequences"], count: Int[np.ndarray, " sequences"],
+    sampled: tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]],
+) -> dict[int, str | None]:  # fmt: skip
+    """Show watchers the tokens that are kept, and lower `count` where a stop text ends before.
+
+    sampled: tokens and logprobs. Returns the stop text by place in `chosen`; None for a request whose watcher raised.
+    """
+    found: dict[int, str | None] = {}
+    for i in np.flatnonzero(slots.is_watched[chosen]).tolist():
+        slot = int(chosen[i])
+        request = request_of[slot]
+        assert request is not None and request.watcher is not None, f"slot {slot} is watched"
+        if request.failure is not None:
+            continue
+        for nth, row in enumerate(range(int(starts[i]), int(starts[i] + count[i]))):
+            try:
+                match = request.watcher.observe(int(slots.member[slot]), int(sampled[0][row]), float(sampled[1][row]))
+            except Exception as error:  # fails this request only: the engine's state is not changed
+                request.failure, found[i] = error, None
+                break
+            if match is not None:
+                found[i], count[i] = match, nth + 1
+                break
+    return found
