@@ -40,9 +40,10 @@ _TIMED_PASSES = 8
 _TRIED_PASSES = 24
 _COMPARED_PASSES = 4
 _PASSES_ON, _PASSES_CHECKED = 160, 16  # between two comparisons; an earlier one if drafts have become slower
-_FIRST_WAIT, _LAST_WAIT = 128, 16_384  # plain passes between two tries
-_MIN_WAIT_RATIO = 64  # a wait is so many times as long as what the last try has cost
+_FIRST_WAIT, _LAST_WAIT = 256, 16_384  # plain passes between two tries
+_MIN_WAIT_RATIO = 100  # a wait is so many times as long as what the last try has cost
 _HOPELESS, _HOPELESS_AFTER = 0.7, 10  # a try that is so slow ends early
+_LEAST_MEASURED = 3.0  # passes of each kind
 _FRUITLESS_AFTER = 8  # a try in which no draft was right ends early
 _DECAY = 0.97  # per pass, of what is measured
 _PASSES_PER_LENGTHS = 4  # passes until lengths are chosen again
@@ -140,7 +141,14 @@ class Pace:
     def is_faster(self) -> bool:
         """Whether drafts are, as measured last; they cannot be where hardly any token was right."""
         plain, drafted = self.plain, self.drafted
-        return drafted.tokens >= MIN_GAIN * drafted.sequences and drafted.per_s >= MIN_GAIN * plain.per_s
+        is_known = min(plain.passes, drafted.passes) >= _LEAST_MEASURED
+        return is_known and drafted.tokens >= MIN_GAIN * drafted.sequences and drafted.per_s >= MIN_GAIN * plain.per_s
+
+    def skip(self) -> None:
+        """Count a pass that tells nothing, so that a try ends in time where most passes compute prompts too."""
+        self.left -= 1
+        if self.left <= 0:
+            self._move()
 
     def _is_hopeless(self) -> bool:
         passes = self.drafted.passes
@@ -250,6 +258,7 @@ class Speculator:
     def observe_pass(self, plan: StepPlan | None, *, tokens: int, seconds: float) -> None:
         """Count a pass in which every sequence sampled; others tell nothing about drafts."""
         if plan is None or not (plan.is_decode or plan.is_checking):
+            self._pace.skip()
             return
         rows = len(plan.slots) if plan.is_decode else int(plan.count.sum())
         self._pace.observe(
