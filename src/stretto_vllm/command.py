@@ -111,6 +111,7 @@ def _options(section: InferenceSection, directory: Path, *, is_cpu: bool) -> dic
         "mm_device_do_normalize": False if has_vision else None,  # our pixels are normalised already
         "disable_uvicorn_access_log": True,
         "log_error_stack": False,  # for refused requests; the development routes turn it on
+        "speculative_config": _drafts(section),
         **_adapter_options(section, is_cpu=is_cpu),
         **(_on_cpu(section, directory) if is_cpu else _on_gpu(section)),
     }
@@ -154,6 +155,17 @@ def _adapter_options(section: InferenceSection, *, is_cpu: bool) -> dict[str, ob
         "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= lora.max_lora_rank),
         "lora_target_modules": list(lora.target_modules),
     }
+
+
+def _drafts(section: InferenceSection) -> dict[str, object] | None:
+    """vLLM's options for [inference.speculation], whose keys have vLLM's names."""
+    if section.speculation is None:
+        return None
+    given = section.speculation.given
+    defaults = {"ngram": 4, "eagle": 3, "eagle3": 3}
+    if (number := defaults.get(section.speculation.method)) is not None:
+        given = {"num_speculative_tokens": number} | given
+    return given
 
 
 def _on_gpu(section: InferenceSection) -> dict[str, object]:
@@ -231,6 +243,9 @@ def _patches(section: InferenceSection, *, is_cpu: bool) -> Iterator[str]:
         yield COMPUTES_POLICY
     if section.enable_return_sampling_mask:
         yield "supports.return_supports_on_cpus" if is_cpu else "supports.return_supports_on_gpus"
+    drafts = {"speculative_config", "spec_method", "spec_model"}
+    if is_cpu and (section.speculation is not None or drafts & {name.replace("-", "_") for name in section.vllm_extra}):
+        yield "drafts.expand_settings_on_cpus"
     if is_cpu:
         yield "routers.group_sigmoid_experts"
         if section.enable_return_routed_experts:

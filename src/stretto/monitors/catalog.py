@@ -133,6 +133,13 @@ inference/kv_cache_usage | 0 to 1 | Share of the engines' cache that is in use. 
     preempted.
 inference/num_preemptions | requests | Requests preempted for lack of cache, since the engine began. | If it
     rises: fewer rollouts in flight, or more memory for the cache.
+speculation/acceptance | 0 to 1 | Drafted tokens that were sampled, of those drafted since the last step's reading, with
+    `[inference.speculation]`. | Low, drafts cost more than they save; the embedded engine then stops.
+speculation/accepted_length | tokens | Tokens of a draft that were sampled, mean over drafts. | Sampled tokens per
+    pass and sequence, less one.
+speculation/accepted_at/<position> | 0 to 1 | Drafts whose token at this position, from 0, was sampled. | Falls with the
+    position; near 0 at the last ones, `num_speculative_tokens` is too large.
+speculation/on_share | 0 to 1 | Passes of embedded engines in which drafts were looked for. | 0 where nothing is copied.
 """),
     ),
     Part(
@@ -311,6 +318,13 @@ prompt_tokens_cached_total | tokens | The part of them that was not computed aga
 generation_tokens_total | tokens | Sampled tokens.
 weight_updates_total | updates | Versions loaded.
 weight_update_seconds_total | s | Time spent loading them.
+spec_decode_num_drafts_total | drafts | Drafts checked. This and the next: with `[inference.speculation]`.
+spec_decode_num_draft_tokens_total | tokens | Tokens of them.
+spec_decode_num_accepted_tokens_total | tokens | The part of them that was sampled. | Near the draft tokens: longer
+    drafts may pay.
+spec_decode_num_accepted_tokens_per_pos_total | tokens | The same by `position` in the draft, from 0.
+spec_decode_num_passes_total | passes | Passes of the embedded engine.
+spec_decode_num_passes_on_total | passes | Those in which it looked for drafts: it rests while they do not pay.
 request_success_total | completions | Ended completions by `finished_reason`: stop, length, abort.
 time_to_first_token_seconds | s | From arrival to the first token, a histogram.
 e2e_request_latency_seconds | s | From arrival to the end, a histogram.

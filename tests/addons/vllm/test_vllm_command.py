@@ -80,6 +80,25 @@ def test_first_class_keys_become_their_options(model):
     assert not {"--enforce-eager", "--block-size", "--kv-cache-memory-bytes"} & set(words)
 
 
+@pytest.mark.parametrize(
+    "section, expected",
+    [
+        ({"method": "ngram"}, {"method": "ngram", "num_speculative_tokens": 4}),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5},
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5},
+        ),
+        ({"method": "mtp"}, {"method": "mtp"}),
+        ({"suffix_decoding_max_tree_depth": 8}, {"method": "suffix", "suffix_decoding_max_tree_depth": 8}),
+        ({"method": "eagle3", "model": "d"}, {"method": "eagle3", "model": "d", "num_speculative_tokens": 3}),
+    ],
+)
+def test_drafts_become_the_speculative_config(model, section, expected):
+    cfg = InferenceSection.model_validate({"model": "some/model", "engine": "vllm", "speculation": section})
+    assert json.loads(words_of(cfg, model, is_cpu=False)["--speculative-config"]) == expected
+    assert "--speculative-config" not in words_of(InferenceSection(model="some/model"), model, is_cpu=False)
+
+
 def test_one_process_answers_for_all_ranks_of_an_engine_and_none_on_a_headless_node(model):
     """vLLM's default is one HTTP process per rank, and it refuses adapters with several."""
     for dp in (1, 4):
@@ -154,11 +173,12 @@ def test_every_patch_is_a_function_of_a_module_in_patches(model):
             "enable_return_routed_experts": True,
             "enable_return_sampling_mask": True,
             "lora": {},
+            "speculation": {"method": "ngram"},
             "vllm_extra": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
         }
     )
     patches = {patch for is_cpu in (True, False) for patch in patches_of(section, model, is_cpu=is_cpu)}
-    assert len(patches) == 8
+    assert len(patches) == 9
     for module, _, function in (patch.partition(".") for patch in patches):
         assert callable(getattr(import_module(f"stretto_vllm.patches.{module}"), function))
 
@@ -350,3 +370,21 @@ def test_numbers_are_bfloat16_on_gpus_with_a_head_that_does_not_round_and_float3
     section = InferenceSection.model_validate({"model": str(model), **given})
     words = words_of(section, model, is_cpu=is_cpu)
     assert words["--dtype"] == dtype and words.get("--hf-overrides") == head
+
+
+@pytest.mark.parametrize("given", [{"speculation": {"method": "ngram"}}, {"vllm_extra": {"spec-method": "ngram"}}])
+def test_drafts_on_a_cpu_get_their_patch(model, given):
+    section = InferenceSection.model_validate({"model": "some/model", "engine": "vllm", **given})
+    assert "drafts.expand_settings_on_cpus" in build_command(section, model, is_cpu=True).env[PATCHES_VAR]
+    assert "drafts." not in build_command(section, model, is_cpu=False).env[PATCHES_VAR]
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`")
+def test_settings_of_requests_are_repeated_for_their_drafts():
+    import torch
+
+    from stretto_vllm.patches.drafts import _repeat
+
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    assert torch.equal(_repeat(torch.tensor([0.5, 1.0, 0.0]), ends, 5, 0, 1), torch.tensor([0.5, 0.5, 1.0, 1.0, 1.0]))
+    assert _repeat(torch.tensor([5, 6, 7], dtype=torch.int32), ends, 5).tolist() == [5, 5, 7, 7, 7]

@@ -34,6 +34,42 @@ WRONG = {
     "a key of a section below": ("tp = 2", "parallel.tp"),
     "a table where a value belongs": ("[model]\nnme = 2", "nme"),
     "a value where a table belongs": ("parallel = 2", "a table is needed"),
+    # drafts
+    "no such way to draft": ('[speculation]\nmethod = "ngarm"', 'did you mean "ngram"'),
+    "a draft model that is not given": (
+        'engine = "vllm"\n[speculation]\nmethod = "eagle3"',
+        "drafts with a model of its own; give speculation.model",
+    ),
+    "a draft model for copies": ('engine = "vllm"\n[speculation]\nmethod = "ngram"\nmodel = "x"', "does nothing with"),
+    "a tree for runs of tokens": (
+        'engine = "vllm"\n[speculation]\nmethod = "ngram"\nsuffix_decoding_max_tree_depth = 4',
+        "it has no tree of replies",
+    ),
+    "lookups for a draft model": (
+        'engine = "vllm"\n[speculation]\nmethod = "mtp"\nprompt_lookup_min = 2',
+        "it does not copy",
+    ),
+    "drafts of vLLM in the embedded engine": (
+        'engine = "embedded"\n[speculation]\nmethod = "mtp"',
+        'speculation.method = "mtp": the embedded engine does not support this',
+    ),
+    "a lookup that is too long": ("[speculation]\nprompt_lookup_max = 40", "looks for at most 16 equal tokens"),
+    "lookups the wrong way round": (
+        "[speculation]\nprompt_lookup_min = 5\nprompt_lookup_max = 4",
+        "prompt_lookup_min = 5 is above speculation.prompt_lookup_max = 4",
+    ),
+    "two places that say how to draft": (
+        'engine = "vllm"\n[speculation]\nmethod = "ngram"\n[vllm_extra]\nspeculative_config = { method = "ngram" }',
+        "says how to draft, and so does speculation",
+    ),
+    "drafts of a tensor parallelism of their own": (
+        'engine = "vllm"\n[speculation]\nmethod = "eagle"\nmodel = "x"\ndraft_tensor_parallel_size = 3',
+        "must be 1 or parallel.tp = 1",
+    ),
+    "masks of tokens that were drafted": (
+        'engine = "vllm"\nenable_return_sampling_mask = true\n[speculation]\nmethod = "ngram"',
+        "leave one of them out",
+    ),
     # options of vLLM
     "an option vLLM has not": ("[vllm_extra]\nmax_modle_len = 2", "did you mean --max-model-len"),
     "a switch with a number": ("[vllm_extra]\nheadless = 3", "--headless is a switch and takes true or false"),

@@ -138,6 +138,30 @@ def test_a_divergence_that_holds_nothing_is_said(config) -> None:
     assert not any("low_var" in note for note in unbiased.notes)
 
 
+def test_a_deterministic_run_drafts_in_the_embedded_engine_only(config) -> None:
+    keys = ["--deterministic", "--inference.speculation.method", "ngram"]
+    assert planned(config(*keys)).config.inference.speculation is not None
+    with pytest.raises(ConfigError, match=r"\[inference.speculation\] with deterministic = true"):
+        planned(config(*keys, "--inference.engine", "vllm"))
+
+
+def test_drafts_that_do_not_follow_the_policy_are_said(config) -> None:
+    keys = ["--inference.engine", "vllm", "--inference.speculation.method"]
+    mtp, eagle, ngram = (
+        " ".join(planned(config(*keys, *method)).notes)
+        for method in (["mtp"], ["eagle3", "--inference.speculation.model", "some/draft"], ["ngram"])
+    )
+    assert "layer for further tokens is not trained with the policy" in mtp
+    assert "the model some/draft is not trained with the policy" in eagle
+    assert "is not trained with" not in ngram
+
+
+def test_vllm_does_not_draft_with_min_p(config) -> None:
+    with pytest.raises(ConfigError, match="vLLM does not sample with it while it drafts"):
+        config("--inference.engine", "vllm", "--inference.speculation.method", "ngram",
+               "--orchestrator.eval.sampling.min-p", "0.1")  # fmt: skip
+
+
 def test_what_vllm_cannot_fix_is_said_with_its_own_switch(config) -> None:
     keys = ["--deterministic", "--inference.engine", "vllm"]
     word = "VLLM_BATCH_INVARIANT"

@@ -37,6 +37,10 @@ PLANNED_FOR_DYNAMO = (
     "kserve-grpc-server",
 )  # fmt: skip
 """Options of Dynamo's frontend that follow from the plan or from `policy`."""
+SPECULATIVE = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+"""Options of vLLM that [inference.speculation] sets."""
+MAX_LOOKUP = 16
+"""Equal tokens for which the embedded engine can look."""
 Refusal = Callable[[str], str | None]
 """From the name of an option of vLLM's to why it cannot be set; None if it can."""
 
@@ -113,10 +117,58 @@ def vllm_options(s: InferenceSection, at: At) -> Problems:
     def refuse(name: str) -> str | None:
         if name in PLANNED and max(shape.num_processes, shape.num_nodes) > 1:
             return "follows from inference.deployment where there are several engines or nodes"
+        if name in SPECULATIVE and s.speculation is not None:
+            return f"says how to draft, and so does {at('speculation').path}"
         is_kv = name == "kv_transfer_config" and shape.type == "disaggregated"
         return "is set by stretto: caches of a disaggregated deployment travel by NIXL" if is_kv else None
 
     yield from refused_options(at, "vllm_extra", s.vllm_extra, VLLM_KEYS, refuse)
+
+
+# -- drafts --
+
+
+def drafts(s: InferenceSection, at: At) -> Problems:
+    """Keys of [inference.speculation] that its method has, and one place that says how to draft."""
+    section, path = s.speculation, "speculation"
+    if section is None:
+        return
+    method, low, high = at(f"{path}.method"), at(f"{path}.prompt_lookup_min"), at(f"{path}.prompt_lookup_max")
+    if section.method not in ("ngram", "suffix"):
+        yield from idle(at, _LOOKUP, f"{path}.method", why="it does not copy")
+    elif (section.prompt_lookup_min or 0) > (section.prompt_lookup_max or section.prompt_lookup_min or 0):
+        yield Problem((low, high), f"{low} is above {high}; lower it")
+    if section.method != "suffix":
+        yield from idle(at, [f"{path}.{key}" for key in _OF_SUFFIX], f"{path}.method", why="it has no tree of replies")
+    if section.method in ("eagle", "eagle3") and section.model is None:
+        yield Problem(
+            (method, at(f"{path}.model")), f"{method} drafts with a model of its own; give {at(f'{path}.model').path}"
+        )
+    elif section.method not in ("eagle", "eagle3"):
+        names = [f"{path}.model", f"{path}.draft_tensor_parallel_size"]
+        yield from idle(at, names, f"{path}.method", why="it has no draft model")
+    size, tp = at(f"{path}.draft_tensor_parallel_size"), at("parallel.tp")
+    if section.draft_tensor_parallel_size not in (None, 1, s.parallel.tp):
+        yield Problem((size, tp), f"{size} must be 1 or {tp}")
+    if s.engine != "vllm" and not s.vllm_only():
+        for key in (low, high):
+            if (key.held or 0) > MAX_LOOKUP:
+                yield Problem(key, f"{key}: the embedded engine looks for at most {MAX_LOOKUP} equal tokens; lower it")
+    if s.engine == "vllm":
+        if section.method == "suffix":
+            yield from idle(at, _LOOKUP, "engine", why="vLLM's suffix tree has keys of its own, suffix_decoding_*")
+        for name in ("enable_return_routed_experts", "enable_return_sampling_mask"):
+            if getattr(s, name):
+                key = at(name)
+                what = "what vLLM returns for a token that was drafted has not been checked; leave one of them out"
+                yield Problem((key, at(path)), f"{key} with {at(path).path}: {what}")
+
+
+_LOOKUP = ("speculation.prompt_lookup_min", "speculation.prompt_lookup_max")
+_OF_SUFFIX = (
+    "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+)  # fmt: skip
 
 
 def side_options(s: InferenceSection, at: At) -> Problems:
@@ -380,6 +432,7 @@ RULES: Rules = {
     InferenceSection: (
         vllm_only,
         features,
+        drafts,
         engine_nodes,
         vllm_options,
         side_options,

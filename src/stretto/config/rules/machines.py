@@ -492,8 +492,23 @@ def policy_adapter(c: RLConfig, at: At) -> Problems:
         yield Problem((rank, most), f"{rank} with {key}: {most} allows no more; raise it to {trained.rank}")
 
 
+def drafted_sampling(c: RLConfig, at: At) -> Problems:
+    """vLLM does not sample with min_p or logit_bias while it drafts."""
+    s = c.inference
+    if s is None or s.speculation is None or s.engine != "vllm":
+        return
+    envs = [f"orchestrator.env.{i}" for i in range(len(c.orchestrator.env))]
+    for path in ("orchestrator.train", "orchestrator.eval", *envs):
+        for name in ("min_p", "logit_bias"):
+            key = at(f"{path}.sampling.{name}")
+            if key.held:
+                what = "vLLM does not sample with it while it drafts; leave one of them out"
+                yield Problem((key, at("inference.speculation")), f"{key} with inference.speculation: {what}")
+
+
 RULES: Rules = {
     RLConfig: (
+        drafted_sampling,
         policy_adapter,
         network,
         client_address,

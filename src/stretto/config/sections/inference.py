@@ -109,6 +109,50 @@ class ServedAdaptersSection(Section):
     weights, which rounds it to their type. The embedded engine always computes it."""
 
 
+class SpeculationSection(Section):
+    """Present: engines guess the next tokens of a reply and check the guesses in one pass. What is sampled, and with
+    which log-probabilities, stays the policy's; a reply only comes sooner. The embedded engine stops guessing while
+    that is slower."""
+
+    method: Literal["suffix", "ngram", "mtp", "eagle", "eagle3"] = "suffix"
+    """`suffix`: copies from the prompt, the reply and other replies, those to the same prompt first; vLLM needs the
+    package arctic-inference for it. `ngram`: copies from the own prompt and reply. vLLM only: `mtp`, the model's own
+    layers for further tokens; `eagle`, `eagle3`, the draft model in `model`."""
+    num_speculative_tokens: int | None = Field(None, gt=0, le=128)
+    """Tokens of a draft at most. None: 16 in the embedded engine, which drafts fewer where fewer are right; in vLLM 4
+    for `ngram`, 3 for `eagle` and `eagle3`, its own choice for `mtp` and `suffix`."""
+    prompt_lookup_min: int | None = Field(None, gt=0)
+    """Equal tokens before a place to copy from, at least. `suffix` (not in vLLM) and `ngram` only; None: 3, in vLLM 5
+    or prompt_lookup_max."""
+    prompt_lookup_max: int | None = Field(None, gt=0)
+    """Equal tokens that are looked for first, in the embedded engine at most 16; None: 8, in vLLM 5 or
+    prompt_lookup_min."""
+    model: str | None = None
+    """Draft model of `eagle` and `eagle3`, a directory or a name on the Hub. It stays as it is while the policy is
+    trained, so fewer of its drafts are right the longer a run goes on."""
+    draft_tensor_parallel_size: int | None = Field(None, gt=0)
+    """Devices that share the draft model: 1 or inference.parallel.tp. vLLM only."""
+    suffix_decoding_max_tree_depth: int | None = Field(None, gt=0)
+    """Equal and drafted tokens together, at most; None: vLLM's 24. vLLM only."""
+    suffix_decoding_max_cached_requests: int | None = Field(None, ge=0)
+    """Replies of other requests to copy from; None: vLLM's 10 000. vLLM only."""
+    suffix_decoding_max_spec_factor: float | None = Field(None, ge=0)
+    """Drafted tokens for each equal one, at most; None: vLLM's 1. vLLM only."""
+    suffix_decoding_min_token_prob: float | None = Field(None, ge=0, le=1)
+    """Share of earlier places at which a token followed, at least; None: vLLM's 0.1. vLLM only."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that have a value."""
+        return {key: value for key in type(self).model_fields if (value := getattr(self, key)) is not None}
+
+    def vllm_only(self) -> dict[str, Any]:
+        """Settings that the embedded engine does not have, with their values."""
+        own = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+        values = {key: value for key, value in self.given.items() if key not in (*own, "method")}
+        return ({"method": self.method} if self.method not in ("suffix", "ngram") else {}) | values
+
+
 class InferenceSection(Section):
     """The inference process."""
 
@@ -131,6 +175,7 @@ class InferenceSection(Section):
     """None: no router; the orchestrator spreads rollouts over the engines itself."""
     kv_cache_offload: KvCacheOffload | None = None
     lora: ServedAdaptersSection | None = None
+    speculation: SpeculationSection | None = None
     api_key: str | None = None
     """Key that clients must send as a bearer token, on every route but /health, /liveness and /admitted. None: that of
     the environment variable VLLM_API_KEY (with `rl` the one that client.api_key_var names), which stays out of files
@@ -262,6 +307,8 @@ class InferenceSection(Section):
             "deployment.type": None if self.deployment.type == "single_node" else self.deployment.type,
             "vllm_extra": self.vllm_extra or None,
         }
+        if self.speculation is not None:
+            values |= {f"speculation.{key}": value for key, value in self.speculation.vllm_only().items()}
         return {key: value for key, value in values.items() if value is not None}
 
     def chosen_engine(self, *, has_gpu: bool, is_own: bool = True) -> Literal["embedded", "vllm"]:

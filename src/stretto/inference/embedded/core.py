@@ -34,6 +34,7 @@ from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
 from stretto.inference.embedded.sampler import PromptScores, SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import EngineRequest, Scheduler
 from stretto.inference.embedded.slots import SequenceSlots
+from stretto.inference.embedded.speculation import DraftRows, SpeculationSettings, Speculator, watch_drafts
 from stretto.inference.embedded.vision.store import ImageStore
 from stretto.inference.limits import refusal_reason
 from stretto.models.decoder import Decoder
@@ -69,6 +70,7 @@ class CoreSettings:
     seed: int = 0
     eos_ids: tuple[int, ...] = ()
     use_kernels: bool = True  # kernels in C if they support the model; False: torch's operations only
+    speculation: SpeculationSettings | None = None  # None: no drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,9 @@ class EngineCore:
             expert_choices=self.expert_choices,
         )
         self.scheduler.returns_supports = settings.enable_return_sampling_mask
+        self.speculator = self._build_speculator()
+        # On a CPU other processes take turns with this one; that says nothing about drafts.
+        self._clock = time.thread_time if weight.device.type == "cpu" else time.perf_counter
         self._weights_away, self._cache_away = MemoryOffload(), MemoryOffload()
         trim()  # the memory of the parameters that were stacked
         self.requests: dict[str, EngineRequest] = {}
@@ -160,6 +165,20 @@ class EngineCore:
             self.config, num_blocks + 1, block_size, self.max_model_len, dtype=weight.dtype,
             device=weight.device, is_exact=is_exact, slab_tokens=slab_tokens,
         )  # fmt: skip
+
+    def _build_speculator(self) -> Speculator | None:
+        settings, config = self.settings.speculation, self.config
+        if settings is not None and self.states is not None:
+            logger.warning(
+                "[inference.speculation] is off: a %s has layers that keep a state, which cannot forget a draft that "
+                "was wrong",
+                config.family,
+            )  # fmt: skip
+            return None
+        if settings is None:
+            return None
+        self.slots.keeps_ended = True
+        return Speculator(self.slots, settings, config.vocab_size)
 
     @property
     def version(self) -> int:
@@ -213,8 +232,18 @@ class EngineCore:
 
     def step(self) -> list[EngineRequest]:
         """Compute and sample once; returns the requests that have finished or failed."""
+        speculator = self.speculator
+        if speculator is None or speculator.rest(len(self.scheduler.running)):
+            return self._step(None)
+        started, num_before = self._clock(), self.scheduler.counters.generation_tokens
+        finished = self._step(speculator.propose(self.scheduler.running))
+        tokens = self.scheduler.counters.generation_tokens - num_before
+        speculator.observe_pass(self.scheduler.latest, tokens=tokens, seconds=self._clock() - started)
+        return finished
+
+    def _step(self, num_drafts: Int[np.ndarray, " capacity"] | None) -> list[EngineRequest]:
         scheduler, slots = self.scheduler, self.slots
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(num_drafts)
         finished = self._pop_failed()
         if plan is None:
             return finished
@@ -230,7 +259,18 @@ class EngineCore:
         self._latest_batch = None
         if logits is None:
             return finished
-        chosen, logits = self._fork(plan.slots if plan.is_decode else plan.slots[plan.is_last], logits)
+        chosen = plan.slots if plan.is_decode else plan.slots[plan.is_last]
+        if plan.num_drafts is not None:
+            chosen, logits = self._sample_drafts(chosen, plan.num_drafts[plan.is_last], logits, finished)
+        if len(chosen):
+            self._sample_first(chosen, logits, finished)
+        scheduler.drop_finished()
+        return finished
+
+    def _sample_first(self, chosen: np.ndarray, logits: Tensor, finished: list[EngineRequest]) -> None:
+        """Sample a token for sequences whose prompt may have been computed just now."""
+        slots = self.slots
+        chosen, logits = self._fork(chosen, logits)
         is_scored = slots.num_tokens[chosen] >= slots.end[chosen]  # max_tokens = 0: nothing to sample
         if is_scored.any():
             for slot in chosen[is_scored].tolist():
@@ -239,8 +279,6 @@ class EngineCore:
         if len(chosen):
             self._latest_batch = _SamplingBatch.of(slots, chosen)
             self._sample_tokens(self._latest_batch, logits, finished)
-        scheduler.drop_finished()
-        return finished
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineRequest]:
         """End these requests (all if None) with the tokens they have; unknown ids are ignored."""
@@ -369,7 +407,7 @@ class EngineCore:
         at = slots.num_tokens[chosen]
         with torch.inference_mode():
             if len(batch.adjusted):
-                self._adjust(batch, logits)
+                self._adjust(batch, logits, at)
             supports: dict[int, np.ndarray] | None = {} if self.scheduler.returns_supports else None
             tokens, logprobs = sample(logits, batch.rows, uniforms(batch.key, at), supports, self.kernels)
         for row, ids in (supports or {}).items():
@@ -402,23 +440,89 @@ class EngineCore:
                     request.failure = error
                     self._abort_samples(request, finished)
                     continue
-            if is_stop is not None and is_stop[i]:
-                is_eos = token in self.settings.eos_ids
-                self._finish_sample(slot, "stop", None if is_eos else token, finished)
-            elif matched is not None:
-                self._finish_sample(slot, "stop", matched, finished)
-            elif is_end[i]:
-                self._finish_sample(slot, "length", None, finished)
+            has_stop = is_stop is not None and bool(is_stop[i])
+            if has_stop or matched is not None or is_end[i]:
+                self._end(slot, token, matched, finished, is_stop=has_stop)
 
-    def _adjust(self, batch: _SamplingBatch, logits: Tensor) -> None:
-        """Change the logits of the rows that have adjustments, in place."""
+    def _sample_drafts(
+        self, chosen: np.ndarray, num_drafts: np.ndarray, logits: Tensor, finished: list[EngineRequest]
+    ) -> tuple[np.ndarray, Tensor]:
+        """Sample a token at each position of these slots' drafts; keep those up to the first that differs.
+
+        Each is sampled with the random number of its position, so the kept ones are those of plain decoding. Returns
+        the slots that sample their first token, which have no drafts, and their logits.
+        """
+        slots, speculator = self.slots, self.speculator
+        assert speculator is not None
+        is_first = slots.num_tokens[chosen] == slots.num_prompt[chosen]
+        first, rest = chosen[is_first], logits
+        if is_first.any():
+            is_first_row = torch.from_numpy(np.repeat(is_first, num_drafts + 1)).to(logits.device)
+            rest, logits = logits[is_first_row], logits[~is_first_row]
+            chosen, num_drafts = chosen[~is_first], num_drafts[~is_first]
+        rows = DraftRows.of(num_drafts)
+        batch = _SamplingBatch.of(slots, chosen[rows.owner])
+        at = slots.num_tokens[batch.slots] + rows.nth
+        supports: dict[int, np.ndarray] | None = {} if self.scheduler.returns_supports else None
+        with torch.inference_mode():
+            if len(batch.adjusted):
+                self._adjust(batch, logits, at)
+            tokens, logprobs = sample(logits, batch.rows, uniforms(batch.key, at), supports, self.kernels)
+        is_wrong = (slots.tokens[batch.slots, at] != tokens) | (rows.nth == num_drafts[rows.owner])
+        is_stop = np.zeros(len(at), np.bool_)
+        if batch.stop_ids is not None:
+            is_stop = (batch.stop_ids == tokens[:, None]).any(axis=1)
+        num_right = rows.first(is_wrong)
+        count = rows.first(is_wrong | is_stop) + 1
+        matched: dict[int, str | None] = {}
+        if batch.is_watched is not None:
+            matched = watch_drafts(slots, self.scheduler.request_of, chosen, rows.starts, count, (tokens, logprobs))
+        is_kept = rows.nth < count[rows.owner]
+        for row, ids in (supports or {}).items():
+            if is_kept[row]:
+                self.scheduler.supports[int(batch.slots[row])].append(ids)
+        owners, at = batch.slots[is_kept], at[is_kept]
+        slots.tokens[owners, at] = tokens[is_kept]
+        slots.logprobs[owners, at] = logprobs[is_kept]
+        version = self.version
+        slots.versions[owners, at] = (
+            version if batch.adapters is None else self.adapters.versions(batch.adapters[is_kept], version)
+        )
+        slots.num_tokens[chosen] += count
+        slots.num_computed[chosen] = slots.num_tokens[chosen] - 1
+        self.scheduler.counters.generation_tokens += int(count.sum())
+        speculator.observe_drafts(
+            chosen, num_drafts, np.minimum(num_right, count), (num_right < num_drafts) & (num_right < count)
+        )
+        last = rows.starts + count - 1
+        is_end = slots.num_tokens[chosen] >= slots.end[chosen]
+        for i in np.flatnonzero(is_end | is_stop[last]).tolist() + list(matched):
+            slot, request = int(chosen[i]), self.scheduler.request_of[int(chosen[i])]
+            if request is None:  # ended in this loop
+                continue
+            if request.failure is not None:
+                self._abort_samples(request, finished)
+            else:
+                self._end(slot, int(tokens[last[i]]), matched.get(i), finished, is_stop=bool(is_stop[last[i]]))
+        return first, rest
+
+    def _end(self, slot: int, token: int, matched: str | None, finished: list[EngineRequest], *, is_stop: bool) -> None:
+        """End a sample with the token that was sampled last: a stop token, the end of a stop text, or the limit."""
+        if is_stop:
+            self._finish_sample(slot, "stop", None if token in self.settings.eos_ids else token, finished)
+        elif matched is not None:
+            self._finish_sample(slot, "stop", matched, finished)
+        else:
+            self._finish_sample(slot, "length", None, finished)
+
+    def _adjust(self, batch: _SamplingBatch, logits: Tensor, at: Int[np.ndarray, " rows"]) -> None:
+        """Change the logits of the rows that have adjustments, in place; at: the positions of their tokens."""
         slots = self.slots
         for row in batch.adjusted.tolist():
             slot = int(batch.slots[row])
             request = self.scheduler.request_of[slot]
             assert request is not None and request.adjustments is not None, f"slot {slot} is adjusted"
-            sampled = slots.tokens[slot, slots.num_prompt[slot] : slots.num_tokens[slot]]
-            request.adjustments.apply(logits[row], sampled)
+            request.adjustments.apply(logits[row], slots.tokens[slot, slots.num_prompt[slot] : at[row]])
 
     def _finish_sample(
         self, slot: int, reason: str, stop_reason: int | str | None, finished: list[EngineRequest]

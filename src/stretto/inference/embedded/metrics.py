@@ -75,11 +75,23 @@ class Metrics:
             "weight_updates": self.num_updates,
             "weight_update_seconds": self.update_s,
         }
+        drafts = core.speculator
+        if drafts is not None:
+            totals |= {
+                "spec_decode_num_drafts": drafts.counts.num_drafts,
+                "spec_decode_num_draft_tokens": drafts.counts.num_draft_tokens,
+                "spec_decode_num_accepted_tokens": drafts.counts.num_accepted_tokens,
+                "spec_decode_num_passes": drafts.counts.num_passes,
+                "spec_decode_num_passes_on": drafts.counts.num_passes_on,
+            }
         lines = []
         for name, value in gauges.items():
             lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name}{{{self.labels}}} {value}"]
         for name, value in totals.items():
             lines += [f"# TYPE vllm:{name}_total counter", f"vllm:{name}_total{{{self.labels}}} {value}"]
+        for position, count in enumerate([] if drafts is None else drafts.counts.accepted_at.tolist()):
+            labels = f'{self.labels},position="{position}"'
+            lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {count}")
         lines.append("# TYPE vllm:request_success_total counter")
         for reason, count in self.finished.items():
             lines.append(f'vllm:request_success_total{{{self.labels},finished_reason="{reason}"}} {count}')

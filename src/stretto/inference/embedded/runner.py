@@ -25,6 +25,7 @@ from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.sampler import PromptScores
 from stretto.inference.embedded.scheduler import StepPlan
 from stretto.inference.embedded.slots import SequenceSlots
+from stretto.inference.embedded.speculation import DraftRows
 from stretto.inference.embedded.vision.rows import find_rotations
 from stretto.inference.embedded.vision.store import ImageStore
 from stretto.models.decoder import Decoder
@@ -128,7 +129,10 @@ class Runner:
     def run(
         self, plan: StepPlan, slots: SequenceSlots, prompt_scores: dict[int, PromptScores]
     ) -> Float[Tensor, "last vocab"] | None:
-        """Logits (float32) of the plan's last rows, in plan order; fills `prompt_scores`, by slot."""
+        """Logits (float32) of the plan's last rows, in plan order; fills `prompt_scores`, by slot.
+
+        Of a slot with drafts these are several rows: that of its last token, and those of its drafts.
+        """
         rows = self._latest = self._follow(plan, slots) or self._arrange(plan, slots)
         hidden = self._forward(slots, rows)
         if prompt_scores:
@@ -136,6 +140,9 @@ class Runner:
         if plan.is_decode:
             return self._logits(hidden, rows.places, rows.num_rows)
         last = (np.cumsum(plan.count) - 1)[plan.is_last]
+        if plan.num_drafts is not None:
+            drafts = DraftRows.of(plan.num_drafts[plan.is_last])
+            last = (last - plan.num_drafts[plan.is_last])[drafts.owner] + drafts.nth
         if not len(last):
             return None
         return self._logits(hidden, last if rows.places is None else rows.places[last], len(last))

@@ -92,7 +92,8 @@ class EngineRequest:
 class StepPlan:
     """One step: compute tokens start..start+count of each slot, sample where that is num_tokens.
 
-    If all running slots take part, `slots` is the scheduler's `running` array itself, not a copy.
+    If all running slots take part, `slots` is the scheduler's `running` array itself, not a copy. With drafts, the last
+    num_drafts tokens of a slot are guesses behind num_tokens, and a token is sampled behind each of them too.
     """
 
     slots: np.ndarray
@@ -101,6 +102,12 @@ class StepPlan:
     is_last: np.ndarray
     is_decode: bool  # every slot computes one token, its last
     is_following: bool = False  # the same sequences as in the previous plan, each one token further
+    num_drafts: Int[np.ndarray, " slots"] | None = None  # None: no slot has any
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether there are drafts, and every slot computes its last token, and no others beside its drafts."""
+        return self.num_drafts is not None and bool((self.count == self.num_drafts + 1).all() and self.is_last.all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,7 @@ class Scheduler:
         self.failed: list[EngineRequest] = []  # `_assign_slots` raised for them; core.py removes them
         self._finished_slots: list[int] = []
         self._count = np.zeros(slots.capacity, np.int64)  # tokens in this step, of running slots
-        self._latest: StepPlan | None = None
+        self.latest: StepPlan | None = None  # the plan of this step, or of the one before
         self._num_free_positions = 0  # number of following plans before a sequence needs a new block
 
     @property
@@ -163,14 +170,17 @@ class Scheduler:
     def add(self, request: EngineRequest) -> None:
         self.waiting[request] = None
 
-    def schedule(self) -> StepPlan | None:
-        """Choose what the next step computes and reserve its blocks; None if there is no work."""
-        self._latest = self._follow() or self._choose()
-        return self._latest
+    def schedule(self, num_drafts: Int[np.ndarray, " capacity"] | None = None) -> StepPlan | None:
+        """Choose what the next step computes and reserve its blocks; None if there is no work.
+
+        num_drafts: tokens to check behind those of each slot; none are, if budget or blocks do not suffice for all.
+        """
+        self.latest = self._choose(num_drafts) if num_drafts is not None else self._follow() or self._choose()
+        return self.latest
 
     def _follow(self) -> StepPlan | None:
         """The latest plan, one token further; None if the sequences change or one needs a block."""
-        latest = self._latest
+        latest = self.latest
         if latest is None or not latest.is_decode or latest.slots is not self.running:
             return None
         if self.waiting or self.preempted or self._num_free_positions < 1:
@@ -179,24 +189,32 @@ class Scheduler:
         start = latest.start + 1
         return StepPlan(latest.slots, start, latest.count, latest.is_last, is_decode=True, is_following=True)
 
-    def _choose(self) -> StepPlan | None:
+    def _choose(self, num_drafts: Int[np.ndarray, " capacity"] | None = None) -> StepPlan | None:
         slots = self.slots
         num_preempted = self.counters.num_preemptions
         while True:
             run = self.running
             start = slots.num_computed[run]
             count = self._divide_budget(slots.num_tokens[run] - start)
+            if num_drafts is not None:
+                if int(count.sum()) + int(num_drafts[run].sum()) > self.max_batched_tokens:
+                    num_drafts = None
+                else:
+                    count = count + num_drafts[run]
             need = -(-(start + count) // self.block_size) - slots.num_blocks[run]
             total = int(np.maximum(need, 0).sum())
             if total <= self.pool.num_free:
                 break
+            if num_drafts is not None:
+                num_drafts = None
+                continue
             self._preempt(int(run[-1]))
         if total:
             self._grow(run, need, total)
         self._count[run] = count
         if self.counters.num_preemptions == num_preempted:
             self._admit_all(self.max_batched_tokens - int(count.sum()))
-        return self._build_plan()
+        return self._build_plan(num_drafts)
 
     def advance(self, plan: StepPlan) -> None:
         """Record that the plan's keys and values are cached; register prompt blocks that became full."""
@@ -464,7 +482,7 @@ class Scheduler:
             )
         return hashes
 
-    def _build_plan(self) -> StepPlan | None:
+    def _build_plan(self, num_drafts: Int[np.ndarray, " capacity"] | None) -> StepPlan | None:
         run = self.running
         count = self._count[run]
         if not (count > 0).all():
@@ -472,6 +490,10 @@ class Scheduler:
         if not len(run):
             return None
         start = self.slots.num_computed[run]
+        if num_drafts is not None:
+            drafts = num_drafts[run]
+            is_last = start + count - drafts == self.slots.num_tokens[run]
+            return StepPlan(run, start, count, is_last, is_decode=False, num_drafts=drafts)
         is_last = start + count == self.slots.num_tokens[run]
         is_decode = bool(is_last.all()) and int(count.max()) == 1
         if is_decode:

@@ -8,6 +8,7 @@ it has tokens but no blocks. Only scheduler.py changes states.
 
 from __future__ import annotations
 
+from collections import deque
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,10 @@ class SequenceSlots:
         self.images: dict[int, ImagePrompt] = {}  # by slot; only prompts with images
         self.stop_ids = np.full((capacity, 1), -1, np.int64)
         self._resize(min(256, max_len))
-        self._free = list(range(capacity - 1, -1, -1))
+        self._free = deque(range(capacity))
+        self.keeps_ended = (
+            False  # slots that ended longest ago are given out first: their tokens can be copied (drafts)
+        )
 
     @property
     def num_free(self) -> int:
@@ -93,13 +97,14 @@ class SequenceSlots:
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` slots; the caller has checked that so many are free."""
-        allocated = self._free[-count:][::-1]
-        del self._free[-count:]
-        return allocated
+        return [self._free.popleft() for _ in range(count)]
 
     def free(self, slots: list[int]) -> None:
         self.state[slots] = SequenceState.FREE
-        self._free.extend(slots)
+        if self.keeps_ended:
+            self._free.extend(slots)
+        else:
+            self._free.extendleft(reversed(slots))
         if self.images:
             for slot in slots:
                 self.images.pop(slot, None)

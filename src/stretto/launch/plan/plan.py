@@ -134,10 +134,18 @@ class LaunchPlan:
                 f'trainer.memory_profiler_path = "{snapshots}": torch records the memory of GPUs only, and this '
                 "trainer has none; leave it out (`stretto plan` says what a run needs)"
             )
+        check_drafts(cfg, is_on_gpu=any(spec.devices for spec in processes if spec.role == "inference"))
         on_cpu = {spec.role for spec in processes} - {spec.role for spec in processes if spec.devices}
         parts = {"teacher": "teacher_inference", **{role_of(name): f"models.{name}" for name, _ in started_models(cfg)}}
         check_devices(cfg, {parts.get(role, role) for role in on_cpu})
-        every = (*notes, *loss_notes(cfg), *clock_notes(cfg), *adapter_notes(cfg), *sharing_notes(cfg))
+        every = (
+            *notes,
+            *loss_notes(cfg),
+            *clock_notes(cfg),
+            *adapter_notes(cfg),
+            *sharing_notes(cfg),
+            *draft_notes(cfg),
+        )
         return cls(run, cfg, engines, tuple(processes), batch, every, tuple(hosts))
 
     def configs(self) -> dict[str, Section]:
@@ -179,6 +187,30 @@ def clock_notes(cfg: RLConfig) -> Iterator[str]:
         yield (
             "deterministic fixes what is asked of vLLM, and when; its numbers are those of a batch of requests unless "
             'inference.env_vars = { VLLM_BATCH_INVARIANT = "1" }, on GPUs that have such kernels'
+        )
+
+
+def check_drafts(cfg: RLConfig, *, is_on_gpu: bool) -> None:
+    """Raises: ConfigError if a deterministic run would get other bits from drafts, whose lengths follow the clock."""
+    section = cfg.inference
+    if not cfg.deterministic or section is None or section.speculation is None:
+        return
+    if section.engine == "vllm" or is_on_gpu:
+        raise ConfigError(
+            "[inference.speculation] with deterministic = true: only the embedded engine on a CPU gives the same bits "
+            "with drafts and without; leave one of them out"
+        )
+
+
+def draft_notes(cfg: RLConfig) -> Iterator[str]:
+    """Whether drafts follow the policy."""
+    if cfg.inference is None or (section := cfg.inference.speculation) is None:
+        return
+    if section.method in ("eagle", "eagle3", "mtp"):
+        what = "model's layer for further tokens" if section.method == "mtp" else f"model {section.model}"
+        yield (
+            f'inference.speculation.method = "{section.method}": the {what} is not trained with the '
+            "policy, so fewer drafts are right as the run goes on; speculation/acceptance shows it"
         )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import numpy as np
 
@@ -57,6 +57,7 @@ class BatchShipper:
         self._num_lost = 0  # groups in a row that were dropped because a hook raised
         self._next_warning = 0  # the first step that may warn again
         self._gauges: dict[str, float] = {}
+        self._engine_totals: dict[str, float] = {}  # the engines' metrics as they were read last
         self._next_gauges_at = 0.0  # time.monotonic()
         algos = {env.name or env.id: self.cfg.algo_of(env.name or env.id) for env in self.cfg.env}
         self._whitened = [n for n, algo in algos.items() if getattr(algo, "whiten", False)]
@@ -189,7 +190,10 @@ class BatchShipper:
         """The engines' gauges, at most ENGINE_GAUGES_INTERVAL_S old."""
         if time.monotonic() >= self._next_gauges_at:
             self._next_gauges_at = time.monotonic() + ENGINE_GAUGES_INTERVAL_S
-            self._gauges = await _engine_gauges(self.parts.engines)
+            metrics = await engine_metrics(self.parts.engines)
+            self._gauges = {ours: metrics[name] for name, ours in ENGINE_METRICS.items() if name in metrics}
+            self._gauges |= speculation_metrics(self._engine_totals, metrics)
+            self._engine_totals = metrics
         return self._gauges
 
     def _build_row(self, groups: Sequence[Group], unused: Sequence[Group], staleness: Sequence[int]) -> StepRow:
@@ -246,10 +250,24 @@ async def engine_loads(engines: EngineClient) -> dict[str, list[float | None]]:
     return {url.partition("://")[2]: [own.get(f"vllm:{name}") for name in names] for url, own in found.items()}
 
 
-async def _engine_gauges(engines: EngineClient) -> dict[str, float]:
-    """The engines' gauges that help to read a training curve, under our names."""
-    metrics = await engine_metrics(engines)
-    return {ours: metrics[name] for name, ours in ENGINE_METRICS.items() if name in metrics}
+def speculation_metrics(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """What became of drafts between two readings of the engines' metrics; empty if engines do not draft."""
+    prefix, at = "vllm:spec_decode_", "num_accepted_tokens_per_pos_total/"
+    grown = {
+        name.removeprefix(prefix): max(value - before.get(name, 0.0), 0.0)
+        for name, value in now.items()
+        if name.startswith(prefix)
+    }
+    found = {}
+    if passes := grown.get("num_passes_total"):
+        found["speculation/on_share"] = grown.get("num_passes_on_total", 0.0) / passes
+    if drafted := grown.get("num_draft_tokens_total"):
+        found["speculation/acceptance"] = grown["num_accepted_tokens_total"] / drafted
+    if drafts := grown.get("num_drafts_total"):
+        found["speculation/accepted_length"] = grown["num_accepted_tokens_total"] / drafts
+        positions = {name.removeprefix(at): value for name, value in grown.items() if name.startswith(at)}
+        found |= {f"speculation/accepted_at/{position}": value / drafts for position, value in positions.items()}
+    return found
 
 
 def _batch_row(

@@ -476,7 +476,10 @@ class EngineClient:
         await self._all("POST", api.UNLOAD_ADAPTER, msgspec.json.encode({"lora_name": name}))
 
     async def metrics(self) -> dict[str, float]:
-        """The engines' metrics by name, summed over engines and labels (histograms: _sum, _count)."""
+        """The engines' metrics by name, summed over engines and labels (histograms: _sum, _count).
+
+        Those that have a label `position` are also there by position, as name/position.
+        """
         total: dict[str, float] = {}
         for own in (await self.metrics_by_engine()).values():
             for name, value in own.items():
@@ -550,14 +553,16 @@ class EngineClient:
 
 
 def _metrics_of(text: str) -> dict[str, float]:
-    """Metrics in Prometheus' format, summed over labels."""
+    """Metrics in Prometheus' format, summed over labels; those of a `position` also as name/position."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if not line.startswith("#") and "_bucket" not in line:
             name, _, value = line.rpartition(" ")
-            name = name.partition("{")[0]
-            with suppress(ValueError):  # a line of another engine's own kind
-                found[name] = found.get(name, 0.0) + float(value)
+            name, _, labels = name.partition("{")
+            position = labels.partition('position="')[2].partition('"')[0]
+            for key in (name, f"{name}/{position}") if position else (name,):
+                with suppress(ValueError):  # a line of another engine's own kind
+                    found[key] = found.get(key, 0.0) + float(value)
     return found
 
 
