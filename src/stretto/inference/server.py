@@ -27,7 +27,7 @@ from stretto.base.process import visible_gpus
 from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
 from stretto.base.status import is_supervised
 from stretto.chat.tokenizer import end_ids
-from stretto.config.sections.engines import ADMITTED, HOLD_VAR
+from stretto.config.sections.engines import ADMITTED, HOLD_VAR, LEAVES_FIRST_VAR
 from stretto.data.hub_model import fetch
 from stretto.data.model_file import has_own_family, is_classifier
 from stretto.inference.boundary import (
@@ -314,8 +314,8 @@ async def listen(cfg: InferenceConfig, server: Server | ScoreServer) -> int:
     """Listen, load, serve; returns the process's exit code."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, lambda: None if _is_leaving_first() else stop.set())
     runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=_SHUTDOWN_S, **RUNNER_SETTINGS)
     await runner.setup()
     host, port = cfg.server.host, cfg.server.port
@@ -345,6 +345,16 @@ async def listen(cfg: InferenceConfig, server: Server | ScoreServer) -> int:
             await work
         server.close()
         await runner.cleanup()
+
+
+def _is_leaving_first() -> bool:
+    """Whether the process that let this engine join a run was asked to let it leave, at which it ends this one."""
+    asked = os.environ.get(LEAVES_FIRST_VAR)
+    if asked is None or int(asked) != os.getppid():
+        return False
+    logger.info("leaving the run first")
+    os.kill(int(asked), signal.SIGTERM)
+    return True
 
 
 async def _load_and_run(server: Server) -> None:

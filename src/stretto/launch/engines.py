@@ -8,6 +8,7 @@ when it is asked to end: by Ctrl-C, or by the SIGTERM of a job that is preempted
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -22,12 +23,14 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from stretto.api.state import describe, runs_here
+from stretto.base import process
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import read_json
 from stretto.base.paths import RunDir
-from stretto.base.ports import in_url, open_url
+from stretto.base.ports import in_url, is_same_server, open_url
 from stretto.config.load import write_json
 from stretto.config.reading.plain import PlainParser
+from stretto.config.sections.engines import LEAVES_FIRST_VAR
 from stretto.config.sections.inference import KEY_VAR
 from stretto.launch.control import find_run
 from stretto.launch.queues import engine_key
@@ -38,6 +41,8 @@ ENDED = ("done", "stopped", "not started")
 POLL_S = 0.3
 END_S = 30.0
 """Longest wait for the run to let an engine go, after its replies."""
+KILL_S = 15.0
+"""Time in which an engine that was asked to end ends by itself."""
 WISHES = {"add": "on", "drain": "drained", "remove": "removed"}
 
 
@@ -85,6 +90,7 @@ def engines(words: list[str]) -> int:
     if not urls:
         raise ConfigError(f"stretto engines {options.what} RUN URL ...: give the address of an engine")
     known = fleet_of(run)["engines"]
+    urls = list(dict.fromkeys(next((each for each in known if is_same_server(each, url)), url) for url in urls))
     if options.what != "add" and (missing := [url for url in urls if url not in known]):
         raise ConfigError(f"{missing[0]} is no engine of {run}; it has {', '.join(known) or 'none'}")
     return _ask(run, WISHES[options.what], urls, options.wait, options.timeout)
@@ -98,31 +104,33 @@ def _start(run: RunDir, options: argparse.Namespace, words: list[str]) -> int:
     port = options.port or _unused_port()
     command = [sys.executable, "-m", "stretto", "inference", "@", str(config), "--server.port", str(port)]
     command += [] if options.host is None else ["--server.host", "0.0.0.0"]
-    env = dict(os.environ) | ({} if (key := engine_key(run)) is None else {KEY_VAR: key})
+    env = {LEAVES_FIRST_VAR: str(os.getpid())} | ({} if (key := engine_key(run)) is None else {KEY_VAR: key})
     url = f"http://{in_url(options.host or '127.0.0.1')}:{port}"
     is_asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_asked.set())
-    # A session of its own: Ctrl-C is for this process, which first lets the replies that it plays end elsewhere.
-    engine = subprocess.Popen([*command, *words], env=env, start_new_session=True)
+    # A group of its own: Ctrl-C is for this process, which first has the replies that the engine plays end elsewhere.
+    # If this process is killed, the kernel kills the engine.
+    engine = process.start("engine", [*command, *words], env=env, log=Path(os.devnull), is_shown=True)
     try:
-        while engine.poll() is None and not is_asked.is_set() and not _is_up(url):
+        while engine.returncode is None and not is_asked.is_set() and not _is_up(url):
             is_asked.wait(POLL_S)
-        if engine.poll() is None and not is_asked.is_set():
+        if engine.returncode is None and not is_asked.is_set():
             _wish(run, "on", [url], options.wait)
             sys.stdout.write(f"{url}: up; it joins (stretto engines list {run})\n")
             sys.stdout.flush()
-            while engine.poll() is None and not is_asked.wait(POLL_S):
+            while engine.returncode is None and not is_asked.wait(POLL_S):
                 pass
-            if engine.poll() is None:
+            if engine.returncode is None:
                 _ask(run, "removed", [url], options.wait, options.wait + END_S)
             else:
                 _wish(run, "removed", [url], 0.0)
+        engine.signal_group(signal.SIGINT)  # SIGTERM would ask this process again
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            engine.popen.wait(KILL_S)
     finally:
-        if engine.poll() is None:
-            engine.terminate()
-    code = engine.wait()
-    return 0 if is_asked.is_set() else code or 1
+        engine.kill()
+    return 0 if is_asked.is_set() else engine.popen.returncode or 1
 
 
 def _is_up(url: str) -> bool:

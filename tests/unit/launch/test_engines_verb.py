@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from pathlib import Path
@@ -145,3 +146,19 @@ def test_the_answer_is_what_the_ledger_says(
     thread.join()
     out, err = capsys.readouterr()
     assert (url in out) == (code == 0) and (f"{url}: no" in err) == (code == 1)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "[::1]", socket.gethostname()])
+def test_every_name_of_this_machine_is_one_engine(run: RunDir, capsys: pytest.CaptureFixture[str], host: str) -> None:
+    ledger = Ledger(run)
+    node = {"state": "ready", "reason": ""}
+    ledger.event("fleet", {"engines": {"http://127.0.0.1:8000": node}, "refused": {}})
+    ledger.close()
+    assert engines(["add", str(run), f"http://{host}:8000", "http://127.0.0.1:8000", "--timeout", "30"]) == 0
+    assert capsys.readouterr().out == "http://127.0.0.1:8000: ready\n"
+    [wish] = [json.loads(path.read_text()) for path in run.engines.iterdir()]
+    assert wish["url"] == "http://127.0.0.1:8000"
+    with pytest.raises(ConfigError, match="is no engine of"):
+        engines(["drain", str(run), "http://127.0.0.2:8000"])
+    with pytest.raises(ConfigError, match="is no engine of"):
+        engines(["drain", str(run), f"http://{host}:8001"])

@@ -76,6 +76,23 @@ def test_after_a_resume_engines_that_had_joined_join_again_and_those_that_had_le
     ledger.close()
 
 
+def test_an_engine_that_joins_by_another_name_of_this_machine_is_the_one_that_is_there(tmp_path: Path) -> None:
+    run, ledger = RunDir(tmp_path), Ledger(RunDir(tmp_path))
+    run.engines.mkdir()
+    for name, url in (("b", "http://localhost:2"), ("c", "http://127.0.0.2:2")):
+        run.engine_wish(name).write_text(json.dumps({"url": url, "state": "on", "wait_s": 30.0}))
+
+    async def scenario() -> list[str]:
+        async with EngineClient([A, B]) as client, asyncio.TaskGroup() as tasks:
+            parts: Any = SimpleNamespace(run_dir=run, engines=client, ledger=ledger)
+            Membership(parts).update(tasks)
+            await asyncio.sleep(1)
+            return list(client.fleet.nodes)
+
+    assert run_virtual(scenario()) == [A, B, "http://127.0.0.2:2"]
+    ledger.close()
+
+
 async def test_an_engine_behind_a_router_is_not_drained() -> None:
     async with EngineClient(["http://127.0.0.1:9"], [A, B]) as client:
         with pytest.raises(EngineError, match="take the engine out of its list"):
