@@ -270,6 +270,7 @@ def test_engines_join_and_leave_a_run_and_no_rollout_is_lost(warm: Path, tmp_pat
         code, output = wait(joined[1])
         assert code != 0, output
         joined[2].kill()
+        wait(joined[2])
         assert psutil.wait_procs([orphan], 30)[1] == [], "it outlives `stretto engines start`"
         until(lambda: len(ready()) == 1, popen, "one engine to be left")
         wait(
