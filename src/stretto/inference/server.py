@@ -71,6 +71,7 @@ class Server:
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
         self._loaded_version: str | None = None  # of the last weight update
+        self._is_open = True  # to routers
         self.order = UpdateOrder()
         self.directory = model_directory(cfg)
         assert cfg.model is not None, "refused by model_directory"
@@ -107,6 +108,7 @@ class Server:
             api.RESET_PREFIX_CACHE: self.reset_prefix_cache,
             api.ABORT: self.abort,
             api.ABORT_REQUESTS: self.abort,
+            api.ADMIT: self.admit,
         }
         app.router.add_routes([web.get(path, handler) for path, handler in get.items()])
         app.router.add_routes([web.post(path, handler) for path, handler in post.items()])
@@ -138,10 +140,16 @@ class Server:
         return web.Response()
 
     async def admitted(self, _: web.Request) -> web.Response:
-        """200 if the engine is healthy and, in a run, has loaded the run's weights; routers call this."""
+        """200 if the engine is healthy, in a run has loaded its weights, and does not leave it; routers call this."""
         if self.engine is None or (os.environ.get(HOLD_VAR) and self._loaded_version is None):
             raise Refusal("this engine is waiting for the run's weights", 503)
+        if not self._is_open:
+            raise Refusal("this engine leaves its run", 503)
         return await self.health(_)
+
+    async def admit(self, http: web.Request) -> web.Response:
+        self._is_open = api.decode_open(http.query)
+        return json_response({"status": "ok"})
 
     async def load_adapter(self, http: web.Request) -> web.Response:
         body = api.decode_json(await read_body(http, MAX_ADMIN_BYTES), api.LoadAdapterBody)

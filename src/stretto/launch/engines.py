@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -187,7 +187,7 @@ def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: flo
                     last = text
                 continue
             else:
-                sys.stdout.write(f"{url}: {'removed' if node is None else node['state']}\n")
+                sys.stdout.write(f"{url}: {_state_of(node) if node else 'removed'}\n")
             del left[url]
         if left and time.monotonic() > deadline:
             why = "; the wish stays, and `stretto engines remove` takes it back" if state == "on" else ""
@@ -214,8 +214,11 @@ def _show(run: RunDir, engines: dict[str, Any]) -> None:
     if not engines:
         sys.stdout.write("no engine is known yet\n")
     for url, node in engines.items():
-        reason = f": {node['reason']}" if node["reason"] else ""
-        sys.stdout.write(f"{url}  {node['state']}{reason}\n")
+        sys.stdout.write(f"{url}  {_state_of(node)}\n")
+
+
+def _state_of(node: Mapping[str, Any]) -> str:
+    return f"{node['state']}: {node['reason']}" if node["reason"] else str(node["state"])
 
 
 def _checked(url: str) -> str:

@@ -226,7 +226,7 @@ def test_two_that_wait_for_an_update_do_not_both_leave():
             leaving = [asyncio.ensure_future(world.fleet.drain(url)) for url in ("a", "b")]
             await asyncio.sleep(1)
         outcomes = await asyncio.gather(*leaving, return_exceptions=True)
-        assert outcomes[0] is None and "only engine" in str(outcomes[1]) and world.fleet.ready() == ["b"]
+        assert outcomes[0] == ("a",) and "only engine" in str(outcomes[1]) and world.fleet.ready() == ["b"]
 
     run_virtual(scenario())
 
@@ -567,7 +567,7 @@ async def test_an_engine_that_joins_gets_the_newest_version_then_requests_and_no
         url = await third.start()
         try:
             await client.update_weights(version(1))
-            client.add_engine(url)
+            await client.add_engine(url)
             await eventually(lambda: client.num_ready == 3)
             assert third.versions == [1] and third.generated == 1  # the proof
             await client.update_weights(version(2))

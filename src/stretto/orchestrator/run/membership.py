@@ -60,14 +60,15 @@ class Membership:
         nodes = self._engines.fleet.nodes
         try:
             if wish["state"] == "on":
-                self._engines.add_engine(url)
+                await self._engines.add_engine(url)
                 return
             if url in nodes:
                 await self._engines.drain_engine(url, wish["wait_s"])
                 if wish["state"] == "removed":
                     self._engines.forget_engine(url)
         except EngineError as error:
-            logger.warning("engine %s stays: %s", url, error)
+            what = "does not join" if wish["state"] == "on" else "stays"
+            logger.warning("engine %s %s: %s", url, what, error)
             self._refused[url] = str(error)
 
     def _record(self) -> None:

@@ -36,6 +36,8 @@ IDLE = "idle=true"
 """Query of LIVENESS: an engine that still loads weights is not alive; otherwise it is."""
 READINESS = "/readiness"
 """A router's route: whether it has accepted an engine."""
+ADMIT = "/admit"
+"""Whether routers may send an engine requests, `?open=false` or `true`; the answer of /admitted says it to them."""
 METRICS = "/metrics"
 PAUSE = "/pause"
 RESUME = "/resume"
@@ -84,6 +86,13 @@ def pause_mode(query: Mapping[str, str]) -> str:
     if mode not in PAUSE_MODES:
         raise Refusal(f"mode: {mode!r} is not one of {', '.join(PAUSE_MODES)}")
     return mode
+
+
+def decode_open(query: Mapping[str, str]) -> bool:
+    """Whether routers may send requests, in a query of ADMIT. Raises: Refusal for anything but true and false."""
+    if (value := query.get("open")) not in ("true", "false"):
+        raise Refusal(f"open: {value!r} is not one of true, false")
+    return value == "true"
 
 
 class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):

@@ -26,7 +26,8 @@ from stretto.records.weight_manifest import CanaryImage, WeightGroup, WeightMani
 from stretto.transports.engine import api, http, proof, updates
 from stretto.transports.engine.completions import decode_completions
 from stretto.transports.engine.dispatch import FULL_S, Dispatch
-from stretto.transports.engine.fleet import EngineState, Fleet
+from stretto.transports.engine.fleet import EngineNode, EngineState, Fleet
+from stretto.transports.engine.routed import RoutedFleet
 
 if TYPE_CHECKING:
     from jaxtyping import Float32, Int32
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _MAX_ABORTS = 10  # of one request before it is an error
 _POLL_S = 0.05
 _ABORT_S = 0.5  # after which the requests of a drained engine are aborted again
+_COUNT_S = 0.2  # interval at which an engine behind a router is asked how many requests it has
 _ROUTER_TIMEOUT_S = 120.0
 
 
@@ -78,6 +80,8 @@ class EngineClient:
         self._asleep: set[str] = set()  # those of api.SLEEP_TAGS whose memory engines have freed
         self._sleep_level: int | None = None  # of the last sleep; None: engines never slept
         self._handed_over: set[str] = set()  # drained engines whose replies are continued on others
+        self._num_handovers = 0  # of engines behind a router, which does not say whose an answer is
+        self._num_aborts = 0  # calls that end replies which nobody continues
         self._failed_once: set[str] = set()  # live engines that failed to load the newest version once
         self._liveness_timeout_s = liveness_timeout_s
         self.fleet = Fleet(
@@ -98,6 +102,7 @@ class EngineClient:
             recovery_timeout_s=recovery_timeout_s,
             is_routed=self._is_routed,
         )
+        self._routed = RoutedFleet(self.urls if self._is_routed else (), self.fleet, api_key)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """The request's n samples; cancelling this call aborts the request on the engine.
@@ -116,9 +121,13 @@ class EngineClient:
         headers = api.JSON_HEADERS
         if request.session_id is not None:
             headers = headers | dict.fromkeys(self._session_headers, request.session_id)
+        num_handovers, num_aborts = self._num_handovers, self._num_aborts
         url, data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
         completions = decode_completions(request, data)
-        if url not in self._handed_over or not any(each.finish_reason == ABORTED for each in completions):
+        is_handed_over = url in self._handed_over
+        if self._is_routed:
+            is_handed_over = self._num_handovers > num_handovers and self._num_aborts == num_aborts
+        if not is_handed_over or not any(each.finish_reason == ABORTED for each in completions):
             return completions
         samples = [request] if request.n == 1 else map(request.sample, range(request.n))
         async with task_group() as group:
@@ -219,42 +228,87 @@ class EngineClient:
 
     # -- engines that join and leave --
 
-    def add_engine(self, url: str) -> None:
+    async def add_engine(self, url: str) -> None:
         """Let an engine join: it gets the newest version, is compared with another engine, and then gets requests.
 
-        Requests go to it only if the run has no router, which must learn of it by itself.
+        A router gets it on its list then; one that has none must find it by itself, which the engine's `reason` says.
+        Raises: EngineError if a router does not answer.
         """
+        fault = await self._routed.fault()
         self._handed_over.discard(root := _root(url))
         for addresses in (self.admin_urls,) if self._is_routed else (self.urls, self.admin_urls):
             if root not in addresses:
                 addresses.append(root)
-        self.fleet.add(root)
+        self.fleet.add(root, note="" if fault is None else f"{fault}: it must find this engine by itself")
+        if fault is None:
+            self._routed.follow([root])
 
     async def drain_engine(self, url: str, wait_s: float) -> None:
         """Send an engine nothing new; replies that do not end within wait_s are continued on other engines.
 
         Raises: EngineError if no other engine is up, or if a router would go on sending it requests.
         """
-        root = _root(url)
+        node = self.fleet.nodes[root := _root(url)]
+        if (fault := await self._routed.fault()) is not None:
+            raise EngineError(f"{fault}: it would go on sending requests to {root}; end the engine itself")
+        together = await self.fleet.drain(root)
         if self._is_routed:
-            raise EngineError(
-                f"requests come from the router {self.urls[0]}: take the engine out of its list and end it"
-            )
-        node = self.fleet.nodes[root]
-        await self.fleet.drain(root)
+            self._routed.follow(together)
+            await asyncio.gather(*(self._admit(each, is_open=False) for each in together))
+            await self._routed.correct_until_done()
+            await self._hand_over_routed(node, wait_s)
+            return
         if node.requests:
             await asyncio.wait(set(node.requests), timeout=wait_s)
         self._handed_over.add(root)
         while node.requests and self.fleet.nodes.get(root) is node:
-            body = msgspec.json.encode({"request_ids": None})
-            try:
-                async with asyncio.timeout(self._liveness_timeout_s):
-                    await self._admin(root, api.ABORT, body)
-            except (EngineError, TimeoutError):  # it is gone, perhaps with its host: they are sent again elsewhere
+            if not await self._abort_all(root):  # it is gone, perhaps with its host: they are sent again elsewhere
                 for task in tuple(node.requests):
                     task.cancel()
             if node.requests:
                 await asyncio.wait(set(node.requests), timeout=_ABORT_S)
+
+    async def _hand_over_routed(self, node: EngineNode, wait_s: float) -> None:
+        """Wait until an engine behind a router has no requests; from wait_s on they are continued elsewhere.
+
+        If it does not answer, its requests fail, and the router or this client sends them again.
+        """
+        deadline, num_idle = time.monotonic() + wait_s, 0
+        while self.fleet.nodes.get(node.url) is node and node.state is EngineState.DRAINED:
+            try:
+                num_idle = 0 if await self._num_requests(node.url) else num_idle + 1
+            except (EngineError, TimeoutError) as error:
+                logger.info("engine %s does not say what it still plays: %s", node.url, error)
+                return
+            if num_idle == 2:  # the router may have had a request on its way to it
+                return
+            if not num_idle and time.monotonic() >= deadline:
+                self._num_handovers += 1
+                await self._abort_all(node.url)
+            await asyncio.sleep(_COUNT_S)
+
+    async def _num_requests(self, url: str) -> float:
+        """Requests that run and wait on an engine."""
+        async with asyncio.timeout(self._liveness_timeout_s):
+            found = _metrics_of((await self._admin(url, api.METRICS, method="GET")).decode())
+        return found.get("vllm:num_requests_running", 0.0) + found.get("vllm:num_requests_waiting", 0.0)
+
+    async def _abort_all(self, url: str) -> bool:
+        """End all requests of an engine with the tokens they have; False if it does not answer."""
+        try:
+            async with asyncio.timeout(self._liveness_timeout_s):
+                await self._admin(url, api.ABORT, msgspec.json.encode({"request_ids": None}))
+        except (EngineError, TimeoutError):
+            return False
+        return True
+
+    async def _admit(self, url: str, *, is_open: bool) -> None:
+        """Let an engine tell routers whether they may send it requests; one that does not answer does not tell."""
+        try:
+            async with asyncio.timeout(self._liveness_timeout_s):
+                await self._admin(url, f"{api.ADMIT}?open={str(is_open).lower()}")
+        except (EngineError, TimeoutError) as error:
+            logger.info("engine %s does not tell routers that it is %s: %s", url, "in" if is_open else "out", error)
 
     def forget_engine(self, url: str) -> None:
         """Remove an engine that was drained."""
@@ -271,6 +325,8 @@ class EngineClient:
         if self._manifest is not None and (others := [other for other in self.fleet.ready() if other != url]):
             scores = [await proof.scores_of(self._admin, each, self.model) for each in (url, others[0])]
             proof.compare(*scores, other=others[0], version=self._manifest.version)
+        if self._is_routed:
+            await self._admit(url, is_open=True)
 
     @property
     def num_ready(self) -> int:
@@ -284,7 +340,9 @@ class EngineClient:
 
     async def watch(self) -> None:
         """Mark engines that die or hang as down, and readmit them when they are back; runs for ever."""
-        await self.fleet.watch()
+        async with task_group() as group:
+            group.create_task(self.fleet.watch(), name="watch engines")
+            group.create_task(self._routed.watch(), name="watch routers")
 
     async def _check_alive(self, url: str, *, is_idle: bool = False) -> None:
         """Check that an engine is alive; is_idle: it loads no weights, so that its workers must answer too.
@@ -456,6 +514,7 @@ class EngineClient:
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End these requests with the tokens they have; None: all requests."""
         ids = None if request_ids is None else list(request_ids)
+        self._num_aborts += 1
         await self._all("POST", api.ABORT, msgspec.json.encode({"request_ids": ids}))
 
     async def load_adapter(self, name: str, directory: str) -> None:
@@ -502,6 +561,7 @@ class EngineClient:
         """
         async with self.fleet.updating:
             self._asleep, self._sleep_level = {*api.SLEEP_TAGS}, level
+            self._num_aborts += 1
             await self._admin_ready(_sleep_route(level))
 
     async def wake_up(self, tag: str) -> None:
