@@ -9,7 +9,8 @@ by `stretto engines remove`, and one, once, by SIGKILL without notice. An engine
     broken       promises that the audit finds broken
     draws        of tasks, and how many tasks were drawn more than once
     rate         sampled tokens per second by number of engines that were ready, without the seconds after a change
-    deviation    the largest distance of a rate from what the number of engines makes of the rate of all
+    share_of_one_engine  of so many times the rate of one engine, what so many engines do
+    deviation    the largest distance of a rate from so many times the mean rate of an engine
 
 The last line is one JSON object.
 """
@@ -30,8 +31,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "e2e"), str(ROOT / "tests"), str(ROOT / "src")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
 
 import psutil
 from fleet_clock import RATE_VAR
@@ -44,6 +46,7 @@ from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 
+ROOT = Path(__file__).resolve().parents[1]
 TOKENS_PER_S, SEQUENCES, REPLY_TOKENS = 200.0, 24, 16
 MOST = 4
 """Engines that are ready at one time."""
@@ -206,6 +209,9 @@ def figures(run: RunDir, steps: int) -> dict[str, Any]:
         "rate": {number: round(each, 1) for number, each in rate.items()},
         "rate_of_the_clock": TOKENS_PER_S,
         "rate_per_engine": round(one, 1),
+        "share_of_one_engine": {
+            number: round(each / (number * rate[1]), 3) for number, each in rate.items() if 1 in rate
+        },
         "deviation": round(max(abs(each / (number * one) - 1) for number, each in rate.items()), 3),
     }
 

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 ADMITTED_TIMEOUT_S = 10.0
+SIDES = b"PD router"
+"""In vllm-router's answer to /add_worker, if it is between prefill and decode engines."""
 ROUTER_TIMEOUT_S = 30.0  # it sends a request to the engine before it answers /add_worker
 
 
@@ -44,16 +46,21 @@ class RouterList:
 
     def __init__(self, router: str, key: str | None) -> None:
         self.router, self._key = router.rstrip("/"), key
+        self._has_sides: bool | None = None  # between prefill and decode engines
 
     def engines(self) -> list[str]:
         """The addresses on the list.
 
-        Raises: OSError if the router does not answer now; EngineError if it has no list.
+        Raises: OSError if the router does not answer now; EngineError if engines cannot enter its list and leave it.
         """
+        self._check_sides(listed := self._listed())
+        return listed
+
+    def _listed(self) -> list[str]:
         try:
             return [str(url) for url in json.loads(self._call("GET", "/list_workers"))["urls"]]
         except urllib.error.HTTPError as error:
-            if error.code >= 500:
+            if error.code in (401, 403) or error.code >= 500:
                 raise
             why = f"HTTP {error.code}"
         except (ValueError, KeyError, TypeError):
@@ -68,7 +75,7 @@ class RouterList:
 
         Raises: OSError if the router does not answer now; EngineError if it has no list, or refuses an engine.
         """
-        listed, refused = self.engines(), []
+        listed, refused = self._listed(), []
         for engine, is_wanted in sorted(wanted.items(), key=lambda item: item[1]):  # one that starts may take long
             names = [url for url in listed if is_same_server(url, engine)]
             if is_wanted == bool(names):
@@ -83,6 +90,20 @@ class RouterList:
             logger.info("%s was %s the list of %s", engine, action, self.router)
         if refused:
             raise EngineError("; ".join(refused))
+
+    def _check_sides(self, listed: Sequence[str]) -> None:
+        """Raises: EngineError for a router between prefill and decode engines."""
+        if self._has_sides is None and listed:
+            try:  # changes nothing: it is on the list
+                self._call("POST", f"/add_worker?url={quote(listed[0], safe='')}")
+                self._has_sides = False
+            except urllib.error.HTTPError as error:
+                self._has_sides = SIDES in error.read()
+        if self._has_sides:
+            raise EngineError(
+                f"the router {self.router} is between prefill and decode engines, and keeps those that it was started "
+                "with"
+            )
 
     def _change(self, engine: str, route: str) -> None:
         try:

@@ -9,8 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from processes import forked
 from servers import logprobs_of, save, scratch, serve, stop
 from waiting import until
 
+from stretto.base.errors import EngineError
 from stretto.check.routers import DYNAMO
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
@@ -209,6 +212,38 @@ def test_engines_join_a_router_and_leave_it_and_hand_over_their_replies_token_fo
         workers = ["--worker-urls", *engines[:2], "--health-check-endpoint", "/admitted"]
         router = stack.enter_context(router_elsewhere(tmp_path / "router.log", free_port(), "k", *workers))
         asyncio.run(run(router))
+
+
+@needs_router
+def test_a_router_between_prefill_and_decode_engines_keeps_those_that_it_was_started_with(tmp_path: Path) -> None:
+    class Engine(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    servers = [ThreadingHTTPServer(("127.0.0.1", free_port()), Engine) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    prefill, decode = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
+    words = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", prefill, "--decode", decode]
+
+    async def run(router: str) -> None:
+        async with EngineClient([router], [prefill, decode], "k") as client:
+            with pytest.raises(EngineError, match=r"keeps those that it was started with: it would go on sending"):
+                await client.drain_engine(decode, 1.0)
+
+    with router_elsewhere(tmp_path / "router.log", free_port(), "k", *words) as router:
+        before = listed(router)
+        asyncio.run(run(router))
+        assert listed(router) == before
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 @needs_router

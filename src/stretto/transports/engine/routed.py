@@ -58,7 +58,9 @@ class RoutedFleet:
             except (ConfigError, EngineError) as error:
                 return str(error)
             except OSError as error:
-                raise EngineError(f"the router {router} does not answer: {error}; try again when it does") from error
+                raise EngineError(
+                    f"the router {router} does not show its list: {error}; try again when it does"
+                ) from error
         return None
 
     def follow(self, urls: Sequence[str]) -> None:
