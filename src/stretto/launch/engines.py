@@ -27,7 +27,7 @@ from stretto.base import process
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import read_json
 from stretto.base.paths import RunDir
-from stretto.base.ports import in_url, is_same_server, open_url
+from stretto.base.ports import address_towards, in_url, is_same_server, open_url
 from stretto.config.load import write_json
 from stretto.config.reading.plain import PlainParser
 from stretto.config.sections.engines import LEAVES_FIRST_VAR
@@ -43,6 +43,7 @@ END_S = 30.0
 """Longest wait for the run to let an engine go, after its replies."""
 KILL_S = 15.0
 """Time in which an engine that was asked to end ends by itself."""
+LOOPBACK = "127.0.0.1"
 WISHES = {"add": "on", "drain": "drained", "remove": "removed"}
 
 
@@ -61,7 +62,7 @@ def engines(words: list[str]) -> int:
         help="drain, remove, the end of start: replies that take longer are continued on other engines (30)",
     )  # fmt: skip
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="longest wait for the run (600)")
-    parser.add_argument("--host", help="start: this machine's name, if the run is on another one")
+    parser.add_argument("--host", help="start: this machine's name for the run, if that is on another one (its address)")
     parser.add_argument("--port", type=int, help="start: where it listens (a free port)")
     parser.refuse_near(words)
     if len(words) > 1 and words[0] not in (what := ["list", *WISHES, "start"]) and words[1] in what:
@@ -98,14 +99,16 @@ def engines(words: list[str]) -> int:
 
 def _start(run: RunDir, options: argparse.Namespace, words: list[str]) -> int:
     """Run an engine like those of the run, which joins once it is up and leaves before it ends; its exit status."""
-    configs = [run.config("inference"), *sorted(run.configs.glob("inference_*.json"))]
-    if (config := next((path for path in configs if path.exists()), None)) is None:
+    processes = read_json(run.plan).get("processes", [])
+    engines_of_run = [spec["argv"] for spec in processes if spec["role"] == "inference"]
+    if not engines_of_run or not Path(config := engines_of_run[0][-1]).exists():
         raise ConfigError(f"{run} has not started engines itself; start one as you started them, and add its address")
     port = options.port or _unused_port()
-    command = [sys.executable, "-m", "stretto", "inference", "@", str(config), "--server.port", str(port)]
-    command += [] if options.host is None else ["--server.host", "0.0.0.0"]
+    command = [sys.executable, "-m", "stretto", "inference", "@", config, "--server.port", str(port)]
+    if (host := options.host or _host_towards(run)) != LOOPBACK:
+        command += ["--server.host", "::" if ":" in host else "0.0.0.0"]
     env = {LEAVES_FIRST_VAR: str(os.getpid())} | ({} if (key := engine_key(run)) is None else {KEY_VAR: key})
-    url = f"http://{in_url(options.host or '127.0.0.1')}:{port}"
+    url = f"http://{in_url(host)}:{port}"
     is_asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_asked.set())
@@ -131,6 +134,14 @@ def _start(run: RunDir, options: argparse.Namespace, words: list[str]) -> int:
     finally:
         engine.kill()
     return 0 if is_asked.is_set() else engine.popen.returncode or 1
+
+
+def _host_towards(run: RunDir) -> str:
+    """The address at which the run's machine reaches this one: loopback, if it is this one."""
+    own, there = socket.gethostname(), read_json(run.launch).get("host")
+    if there == own:
+        return LOOPBACK
+    return (there and address_towards(there, 1)) or own
 
 
 def _is_up(url: str) -> bool:
