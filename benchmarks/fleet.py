@@ -40,6 +40,7 @@ from fleet_clock import RATE_VAR
 from ports import free_port, free_ports_in_a_row
 from runs import start_rl, untrained_model
 
+from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.launch.engines import fleet_of
 from stretto.ledger.audit import audit
@@ -62,7 +63,7 @@ def settings(model: Path, steps: int, *, has_router: bool) -> dict[str, Any]:
         "seq_len": 64,
         "model": {"name": str(model)},
         "inference": {"max_num_seqs": SEQUENCES, "num_threads": 1, "enable_prefix_caching": False}
-        | ({"deployment": router, "router": {"policy": "round_robin"}} if has_router else {"router": None}),
+        | ({"deployment": router, "router": {"policy": "sticky_least_loaded"}} if has_router else {"router": None}),
         "orchestrator": {
             "batch_size": 32,
             "group_size": 4,
@@ -114,6 +115,13 @@ class Joined:
                 self.popen.kill()
 
 
+def has_begun(run: RunDir) -> bool:
+    try:
+        return run.ledger.exists() and fleet_of(run)["id"] > 0
+    except ConfigError:  # its first row is not written yet
+        return False
+
+
 def churn(popen: subprocess.Popen[str], run: RunDir, logs: Path, every_s: float, seed: int) -> list[str]:
     """Have engines join and leave until the run has ended; what was done, one line each."""
     rng, joined, done, ways = random.Random(seed), [], [], ["SIGTERM", "remove", "SIGTERM", "SIGKILL"]
@@ -121,9 +129,7 @@ def churn(popen: subprocess.Popen[str], run: RunDir, logs: Path, every_s: float,
     is_growing = True
     try:
         started = time.monotonic()
-        while popen.poll() is None:
-            if run.ledger.exists() and any(n["state"] == "ready" for n in fleet_of(run)["engines"].values()):
-                break
+        while popen.poll() is None and not has_begun(run):
             time.sleep(0.2)
         due = time.monotonic() + every_s
         while popen.poll() is None:

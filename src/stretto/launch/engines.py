@@ -62,7 +62,9 @@ def engines(words: list[str]) -> int:
         help="drain, remove, the end of start: replies that take longer are continued on other engines (30)",
     )  # fmt: skip
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="longest wait for the run (600)")
-    parser.add_argument("--host", help="start: this machine's name for the run, if that is on another one (its address)")
+    parser.add_argument(
+        "--host", help="start: this machine's name for the run, if that is on another one (its address)"
+    )
     parser.add_argument("--port", type=int, help="start: where it listens (a free port)")
     parser.refuse_near(words)
     if len(words) > 1 and words[0] not in (what := ["list", *WISHES, "start"]) and words[1] in what:

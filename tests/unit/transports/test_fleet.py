@@ -452,6 +452,21 @@ async def test_an_engine_that_falls_silent_within_an_update_does_not_hold_it_up(
         assert servers[0].versions[-1] == 1
 
 
+async def test_an_engine_that_dies_and_is_forgotten_while_it_scores_the_canary_is_left_out():
+    """Its host has asked for it to be removed: none but the other is known when the scores are there."""
+    async with two_engines() as (client, servers):
+        dying = client.urls[1]
+        servers[1].is_alive = False
+        scoring = asyncio.ensure_future(client.score_canary(np.arange(4, dtype=np.int32), "canary"))
+        await eventually(lambda: servers[1].generated)
+        servers[1].num_cut = 0
+        await servers[1].runner.cleanup()
+        await client.drain_engine(dying, 0.0)
+        client.forget_engine(dying)
+        scores = await scoring
+        assert [*scores] == client.urls and len(client.urls) == 1
+
+
 async def test_an_engine_that_loads_slowly_stays_up():
     """Its workers answer nothing else until the update ends."""
     async with two_engines() as (client, servers):

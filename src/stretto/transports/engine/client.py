@@ -203,7 +203,7 @@ class EngineClient:
 
     async def _load_all(self, urls: list[str]) -> dict[str, str]:
         """Load the newest version on these engines together; returns the errors by engine."""
-        groups = await self._groups(urls)
+        groups, is_only = await self._groups(urls), len(self.admin_urls) == 1
         loads = [asyncio.ensure_future(self._load(url, group)) for url, group in zip(urls, groups)]
         is_together = self._manifest is not None and self._manifest.needs_group
         results = await _gather_loads(loads, self._liveness_timeout_s if is_together else None)
@@ -211,7 +211,7 @@ class EngineClient:
         for url, result in zip(urls, results):
             # The only engine may be started anew after its end; what it refuses, it would refuse again.
             is_away = isinstance(getattr(result, "__cause__", None), http.Lost | http.Unavailable)
-            if isinstance(result, EngineError) and (is_away or len(self.admin_urls) > 1):
+            if isinstance(result, EngineError) and (is_away or not is_only):
                 failures[url] = str(result)
             elif isinstance(result, BaseException):
                 raise result
@@ -465,7 +465,7 @@ class EngineClient:
         Raises: EngineError if an engine returns no scores of a prompt.
         """
 
-        ready = self.fleet.ready()
+        ready, is_only = self.fleet.ready(), len(self.admin_urls) == 1
 
         async def generate(url: str, what: str, prompt_ids: np.ndarray, *, is_decoding: bool) -> Completion:
             request = GenerateRequest(
@@ -503,8 +503,10 @@ class EngineClient:
         for url, result in zip(ready, await asyncio.gather(*map(score, ready), return_exceptions=True)):
             if not isinstance(result, BaseException):
                 by_engine[url] = result
-            elif not isinstance(result, EngineError) or len(self.admin_urls) == 1:
+            elif not isinstance(result, EngineError) or is_only:
                 raise result
+            elif not self.fleet.is_ready(url):
+                logger.info("engine %s left before it had scored the canary: %s", url, result)
             elif isinstance(result.__cause__, http.Lost) or await self._is_dead(url):  # it may be back already
                 await self.fleet.mark_down(url, str(result))
             else:
@@ -575,17 +577,25 @@ class EngineClient:
 
         Raises: EngineError if there is one engine and it fails.
         """
-        urls = self.fleet.ready()
+        urls, is_only = self.fleet.ready(), len(self.admin_urls) == 1
         results = await asyncio.gather(*(self._admin(url, path) for url in urls), return_exceptions=True)
         for url, result in zip(urls, results):
-            if isinstance(result, EngineError) and len(self.admin_urls) > 1:
+            if isinstance(result, EngineError) and not is_only:
                 await self.fleet.mark_down(url, str(result))
             elif isinstance(result, BaseException):
                 raise result
 
     async def _all(self, method: str, path: str, body: bytes | None = None) -> list[bytes]:
-        """Make the same call to every engine; if one fails, raise its error after all have answered."""
-        return await _gather_all(self._admin(url, path, body, method) for url in self.fleet.ready())
+        """Make the same call to every engine; an error of one that is still up is raised, after all answers."""
+        urls = self.fleet.ready()
+        calls = (self._admin(url, path, body, method) for url in urls)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for url, answer in zip(urls, answers):
+            if isinstance(answer, BaseException) and not (
+                isinstance(answer, EngineError) and len(urls) > 1 and not self.fleet.is_ready(url)
+            ):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def _admin(self, url: str, path: str, body: bytes | None = None, method: str = "POST") -> bytes:
         try:

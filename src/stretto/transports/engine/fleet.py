@@ -95,6 +95,10 @@ class Fleet:
     def ready(self) -> list[str]:
         return [node.url for node in self.nodes.values() if node.state is EngineState.READY]
 
+    def is_ready(self, url: str) -> bool:
+        """Whether this engine is there and READY."""
+        return (node := self.nodes.get(url)) is not None and node.state is EngineState.READY
+
     def group_nodes(self, urls: Iterable[str]) -> None:
         """Record that these addresses are the nodes of one engine."""
         for url in (together := frozenset(urls)):

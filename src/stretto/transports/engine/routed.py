@@ -14,7 +14,7 @@ from typing import Protocol
 
 from stretto import addons
 from stretto.base.errors import ConfigError, EngineError
-from stretto.transports.engine.fleet import EngineState, Fleet
+from stretto.transports.engine.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +70,9 @@ class RoutedFleet:
 
     async def correct(self) -> bool:
         """Correct all lists now; whether that was possible: what does not answer or refuses is logged, once."""
-        nodes, fault = self._fleet.nodes, ""
+        fault = ""
         async with self._correcting:
-            wanted = {
-                url: (node := nodes.get(url)) is not None and node.state is EngineState.READY
-                for url in sorted(self._followed)
-            }
+            wanted = {url: self._fleet.is_ready(url) for url in sorted(self._followed)}
             for router in self._routers if wanted else ():
                 try:
                     await asyncio.to_thread(self._list_of(router).correct, wanted)
