@@ -183,17 +183,19 @@ def test_engines_join_a_router_and_leave_it_and_hand_over_their_replies_token_fo
                     """What was being sampled while it left, after wait_s = 0."""
                     replies = [asyncio.ensure_future(generate(session)) for session in range(24)]
                     async with asyncio.timeout(60):
-                        while not await client._num_requests(engine):
+                        while not await client._handover.num_requests(engine):
                             await asyncio.sleep(0.01)
                     await client.drain_engine(engine, 0.0)
-                    assert await client._num_requests(engine) == 0 and not all(reply.done() for reply in replies)
+                    assert await client._handover.num_requests(engine) == 0 and not all(
+                        reply.done() for reply in replies
+                    )
                     return await asyncio.gather(*replies)
 
                 whole = await asyncio.gather(*(generate(session) for session in range(24)))
                 for found, expected in zip(await leave(engines[1]), whole):
                     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
                     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-5, rtol=0)
-                assert listed(router) == [engines[0]] and client._num_handovers
+                assert listed(router) == [engines[0]] and client._handover.num_handovers
                 client.forget_engine(engines[1])
                 before = await num_served(engines[1:2])
                 for session in range(20):

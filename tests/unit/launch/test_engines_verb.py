@@ -13,7 +13,7 @@ import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.launch.engines import engines
+from stretto.launch.engines import END_S, engines
 from stretto.ledger import Ledger
 
 URL = "http://gpu7:8000"
@@ -162,3 +162,24 @@ def test_every_name_of_this_machine_is_one_engine(run: RunDir, capsys: pytest.Ca
         engines(["drain", str(run), "http://127.0.0.2:8000"])
     with pytest.raises(ConfigError, match="is no engine of"):
         engines(["drain", str(run), f"http://{host}:8001"])
+
+
+def test_the_manifest_of_engines_in_pods_says_what_the_verb_and_the_chart_know(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    deploy = Path(__file__).parents[3] / "deploy"
+    manifest = yaml.safe_load((deploy / "kubernetes" / "engines.yaml").read_text())
+    pod = manifest["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    assert manifest["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    program, verb, what, run, *_ = container["command"]
+    assert (program, verb, what) == ("stretto", "engines", "start")
+    with pytest.raises(ConfigError, match="there is no such directory"):  # its words are read before
+        engines([what, str(tmp_path / run.strip("/")), *container["args"]])
+    wait_s = float(container["args"][container["args"].index("--wait") + 1])
+    assert pod["spec"]["terminationGracePeriodSeconds"] > wait_s + END_S
+    chart = "".join(path.read_text() for path in sorted((deploy / "helm" / "stretto" / "templates").iterdir()))
+    assert '"%s-run-secret" .Release.Name' in chart and '"%s-shared-data" .Release.Name' in chart
+    names = {each["name"]: each["valueFrom"] for each in container["env"]}
+    assert names["VLLM_API_KEY"] == {"secretKeyRef": {"name": "my-exp-run-secret", "key": "secret"}}
+    assert pod["spec"]["volumes"][0]["persistentVolumeClaim"] == {"claimName": "my-exp-shared-data"}
+    assert run.startswith(f"{container['volumeMounts'][0]['mountPath']}/outputs/")

@@ -252,6 +252,8 @@ class Server:
         self.asked: list[str] = []
         self.may_load = asyncio.Event()
         self.may_load.set()
+        self.may_generate = asyncio.Event()
+        self.may_generate.set()
         self.num_loading = 0
         self.polls: list[str] = []  # queries of liveness while it loads
 
@@ -310,6 +312,7 @@ class Server:
                 request.transport.abort()
             if not self.is_alive:
                 await asyncio.sleep(60)
+            await self.may_generate.wait()
             if body.get("sampling_params", {}).get("prompt_logprobs") is None:
                 return web.Response(body=ANSWER)
             scores = [{str(token): {"logprob": -1.0}} for token in body["token_ids"]]
@@ -456,13 +459,14 @@ async def test_an_engine_that_dies_and_is_forgotten_while_it_scores_the_canary_i
     """Its host has asked for it to be removed: none but the other is known when the scores are there."""
     async with two_engines() as (client, servers):
         dying = client.urls[1]
-        servers[1].is_alive = False
+        servers[0].may_generate.clear()
+        servers[1].may_generate.clear()
         scoring = asyncio.ensure_future(client.score_canary(np.arange(4, dtype=np.int32), "canary"))
-        await eventually(lambda: servers[1].generated)
-        servers[1].num_cut = 0
+        await eventually(lambda: servers[0].generated and servers[1].generated)
         await servers[1].runner.cleanup()
         await client.drain_engine(dying, 0.0)
         client.forget_engine(dying)
+        servers[0].may_generate.set()
         scores = await scoring
         assert [*scores] == client.urls and len(client.urls) == 1
 

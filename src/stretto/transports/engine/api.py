@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -86,6 +87,18 @@ def pause_mode(query: Mapping[str, str]) -> str:
     if mode not in PAUSE_MODES:
         raise Refusal(f"mode: {mode!r} is not one of {', '.join(PAUSE_MODES)}")
     return mode
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    """Metrics in Prometheus' format, summed over labels."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith("#") and "_bucket" not in line:
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            with suppress(ValueError):  # a line of another engine's own kind
+                found[name] = found.get(name, 0.0) + float(value)
+    return found
 
 
 def decode_open(query: Mapping[str, str]) -> bool:

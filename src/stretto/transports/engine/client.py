@@ -10,7 +10,6 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -26,7 +25,8 @@ from stretto.records.weight_manifest import CanaryImage, WeightGroup, WeightMani
 from stretto.transports.engine import api, http, proof, updates
 from stretto.transports.engine.completions import decode_completions
 from stretto.transports.engine.dispatch import FULL_S, Dispatch
-from stretto.transports.engine.fleet import EngineNode, EngineState, Fleet
+from stretto.transports.engine.fleet import EngineState, Fleet
+from stretto.transports.engine.handover import Handover
 from stretto.transports.engine.routed import RoutedFleet
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_ABORTS = 10  # of one request before it is an error
 _POLL_S = 0.05
-_ABORT_S = 0.5  # after which the requests of a drained engine are aborted again
-_COUNT_S = 0.2  # interval at which an engine behind a router is asked how many requests it has
 _ROUTER_TIMEOUT_S = 120.0
 
 
@@ -79,9 +77,6 @@ class EngineClient:
         self._load_between_steps: set[str] = set()  # engines that load weights between two steps
         self._asleep: set[str] = set()  # those of api.SLEEP_TAGS whose memory engines have freed
         self._sleep_level: int | None = None  # of the last sleep; None: engines never slept
-        self._handed_over: set[str] = set()  # drained engines whose replies are continued on others
-        self._num_handovers = 0  # of engines behind a router, which does not say whose an answer is
-        self._num_aborts = 0  # calls that end replies which nobody continues
         self._failed_once: set[str] = set()  # live engines that failed to load the newest version once
         self._liveness_timeout_s = liveness_timeout_s
         self.fleet = Fleet(
@@ -103,6 +98,7 @@ class EngineClient:
             is_routed=self._is_routed,
         )
         self._routed = RoutedFleet(self.urls if self._is_routed else (), self.fleet, api_key)
+        self._handover = Handover(self.fleet, self._routed, self._admin, liveness_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """The request's n samples; cancelling this call aborts the request on the engine.
@@ -121,13 +117,10 @@ class EngineClient:
         headers = api.JSON_HEADERS
         if request.session_id is not None:
             headers = headers | dict.fromkeys(self._session_headers, request.session_id)
-        num_handovers, num_aborts = self._num_handovers, self._num_aborts
+        mark = self._handover.mark()
         url, data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
         completions = decode_completions(request, data)
-        is_handed_over = url in self._handed_over
-        if self._is_routed:
-            is_handed_over = self._num_handovers > num_handovers and self._num_aborts == num_aborts
-        if not is_handed_over or not any(each.finish_reason == ABORTED for each in completions):
+        if not self._handover.covers(url, mark) or not any(each.finish_reason == ABORTED for each in completions):
             return completions
         samples = [request] if request.n == 1 else map(request.sample, range(request.n))
         async with task_group() as group:
@@ -235,7 +228,7 @@ class EngineClient:
         Raises: EngineError if a router does not answer.
         """
         fault = await self._routed.fault()
-        self._handed_over.discard(root := _root(url))
+        self._handover.forget(root := _root(url))
         for addresses in (self.admin_urls,) if self._is_routed else (self.urls, self.admin_urls):
             if root not in addresses:
                 addresses.append(root)
@@ -248,67 +241,7 @@ class EngineClient:
 
         Raises: EngineError if no other engine is up, or if a router would go on sending it requests.
         """
-        node = self.fleet.nodes[root := _root(url)]
-        if (fault := await self._routed.fault()) is not None:
-            raise EngineError(f"{fault}: it would go on sending requests to {root}; end the engine itself")
-        together = await self.fleet.drain(root)
-        if self._is_routed:
-            self._routed.follow(together)
-            await asyncio.gather(*(self._admit(each, is_open=False) for each in together))
-            await self._routed.correct_until_done()
-            await self._hand_over_routed(node, wait_s)
-            return
-        if node.requests:
-            await asyncio.wait(set(node.requests), timeout=wait_s)
-        self._handed_over.add(root)
-        while node.requests and self.fleet.nodes.get(root) is node:
-            if not await self._abort_all(root):  # it is gone, perhaps with its host: they are sent again elsewhere
-                for task in tuple(node.requests):
-                    task.cancel()
-            if node.requests:
-                await asyncio.wait(set(node.requests), timeout=_ABORT_S)
-
-    async def _hand_over_routed(self, node: EngineNode, wait_s: float) -> None:
-        """Wait until an engine behind a router has no requests; from wait_s on they are continued elsewhere.
-
-        If it does not answer, its requests fail, and the router or this client sends them again.
-        """
-        deadline, num_idle = time.monotonic() + wait_s, 0
-        while self.fleet.nodes.get(node.url) is node and node.state is EngineState.DRAINED:
-            try:
-                num_idle = 0 if await self._num_requests(node.url) else num_idle + 1
-            except (EngineError, TimeoutError) as error:
-                logger.info("engine %s does not say what it still plays: %s", node.url, error)
-                return
-            if num_idle == 2:  # the router may have had a request on its way to it
-                return
-            if not num_idle and time.monotonic() >= deadline:
-                self._num_handovers += 1
-                await self._abort_all(node.url)
-            await asyncio.sleep(_COUNT_S)
-
-    async def _num_requests(self, url: str) -> float:
-        """Requests that run and wait on an engine."""
-        async with asyncio.timeout(self._liveness_timeout_s):
-            found = _metrics_of((await self._admin(url, api.METRICS, method="GET")).decode())
-        return found.get("vllm:num_requests_running", 0.0) + found.get("vllm:num_requests_waiting", 0.0)
-
-    async def _abort_all(self, url: str) -> bool:
-        """End all requests of an engine with the tokens they have; False if it does not answer."""
-        try:
-            async with asyncio.timeout(self._liveness_timeout_s):
-                await self._admin(url, api.ABORT, msgspec.json.encode({"request_ids": None}))
-        except (EngineError, TimeoutError):
-            return False
-        return True
-
-    async def _admit(self, url: str, *, is_open: bool) -> None:
-        """Let an engine tell routers whether they may send it requests; one that does not answer does not tell."""
-        try:
-            async with asyncio.timeout(self._liveness_timeout_s):
-                await self._admin(url, f"{api.ADMIT}?open={str(is_open).lower()}")
-        except (EngineError, TimeoutError) as error:
-            logger.info("engine %s does not tell routers that it is %s: %s", url, "in" if is_open else "out", error)
+        await self._handover.drain(_root(url), wait_s)
 
     def forget_engine(self, url: str) -> None:
         """Remove an engine that was drained."""
@@ -326,7 +259,7 @@ class EngineClient:
             scores = [await proof.scores_of(self._admin, each, self.model) for each in (url, others[0])]
             proof.compare(*scores, other=others[0], version=self._manifest.version)
         if self._is_routed:
-            await self._admit(url, is_open=True)
+            await self._handover.admit(url, is_open=True)
 
     @property
     def num_ready(self) -> int:
@@ -516,7 +449,7 @@ class EngineClient:
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End these requests with the tokens they have; None: all requests."""
         ids = None if request_ids is None else list(request_ids)
-        self._num_aborts += 1
+        self._handover.num_aborts += 1
         await self._all("POST", api.ABORT, msgspec.json.encode({"request_ids": ids}))
 
     async def load_adapter(self, name: str, directory: str) -> None:
@@ -551,7 +484,7 @@ class EngineClient:
         """
         urls = self.fleet.ready()
         texts = await _gather_all(self._admin(url, api.METRICS, method="GET") for url in urls)
-        return {url: _metrics_of(text.decode()) for url, text in zip(urls, texts)}
+        return {url: api.metrics_of(text.decode()) for url, text in zip(urls, texts)}
 
     async def close(self) -> None:
         await self._http.close()
@@ -563,7 +496,7 @@ class EngineClient:
         """
         async with self.fleet.updating:
             self._asleep, self._sleep_level = {*api.SLEEP_TAGS}, level
-            self._num_aborts += 1
+            self._handover.num_aborts += 1
             await self._admin_ready(_sleep_route(level))
 
     async def wake_up(self, tag: str) -> None:
@@ -617,18 +550,6 @@ class EngineClient:
 
     async def __aexit__(self, *_: Any) -> None:
         await self.close()
-
-
-def _metrics_of(text: str) -> dict[str, float]:
-    """Metrics in Prometheus' format, summed over labels."""
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        if not line.startswith("#") and "_bucket" not in line:
-            name, _, value = line.rpartition(" ")
-            name = name.partition("{")[0]
-            with suppress(ValueError):  # a line of another engine's own kind
-                found[name] = found.get(name, 0.0) + float(value)
-    return found
 
 
 async def _gather_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -7,7 +7,8 @@ version waits for one to come back, and logs that. An engine may join while the 
 loaded the newest version and computes what others do. One that is DRAINED gets neither requests nor weights, until it
 joins again.
 
-The fleet only keeps the states; client.py updates the engines, dispatch.py sends them requests.
+The fleet only keeps the states; client.py updates the engines, dispatch.py sends them requests, handover.py lets
+them leave, routed.py has them on the lists of routers.
 """
 
 from __future__ import annotations

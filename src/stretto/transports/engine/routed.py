@@ -47,6 +47,10 @@ class RoutedFleet:
         self._fault = ""
         self._correcting = asyncio.Lock()
 
+    @property
+    def has_router(self) -> bool:
+        return bool(self._routers)
+
     async def fault(self) -> str | None:
         """Why engines cannot enter and leave the list of a router; None if they can.
 
