@@ -1,15 +1,16 @@
 """Engines that join and leave a run: is a rollout lost or repeated, and does throughput follow their number?
 
-    python benchmarks/fleet.py [--quick] [--steps 400] [--every 20] [--seed 0] [--keep DIRECTORY] [--router]
+    python benchmarks/fleet.py [--quick] [--steps 400] [--every 20] [--seed 0] [--keep DIRECTORY]
+                               [--engines 1] [--router POLICY]
 
-A run of one engine of its own; every 20 seconds another one joins (`stretto engines start`) or one leaves: by SIGTERM,
-by `stretto engines remove`, and one, once, by SIGKILL without notice. An engine samples 200 tokens per second
+A run with one engine of its own; every 20 seconds another one joins (`stretto engines start`) or one leaves: by
+SIGTERM, by `stretto engines remove`, and one, once, by SIGKILL without notice. An engine samples 200 tokens per second
 (fleet_clock.py), of at most 24 sequences at a time. Figures, all from the run's ledger:
 
     broken       promises that the audit finds broken
     draws        of tasks, and how many tasks were drawn more than once
     rate         sampled tokens per second by number of engines that were ready, without the seconds after a change
-    share_of_one_engine  of so many times the rate of one engine, what so many engines do
+    share_of_clock  of what so many engines could sample, what they did
     deviation    the largest distance of a rate from so many times the mean rate of an engine
 
 The last line is one JSON object.
@@ -56,14 +57,16 @@ UNSETTLED_S = 2.5 * REPLY_TOKENS * SEQUENCES / TOKENS_PER_S
 SHORTEST_S = 3.0
 
 
-def settings(model: Path, steps: int, *, has_router: bool) -> dict[str, Any]:
-    router: dict[str, Any] = {"router_port": free_port(), "backend_port": free_ports_in_a_row(1)}
+def settings(model: Path, steps: int, *, engines: int, policy: str | None) -> dict[str, Any]:
+    shape: dict[str, Any] = {"num_replicas": engines}
+    if policy is not None:
+        shape |= {"router_port": free_port(), "backend_port": free_ports_in_a_row(engines)}
     return {
         "max_steps": steps,
         "seq_len": 64,
         "model": {"name": str(model)},
         "inference": {"max_num_seqs": SEQUENCES, "num_threads": 1, "enable_prefix_caching": False}
-        | ({"deployment": router, "router": {"policy": "sticky_least_loaded"}} if has_router else {"router": None}),
+        | {"deployment": shape, "router": None if policy is None else {"policy": policy}},
         "orchestrator": {
             "batch_size": 32,
             "group_size": 4,
@@ -122,7 +125,7 @@ def has_begun(run: RunDir) -> bool:
         return False
 
 
-def churn(popen: subprocess.Popen[str], run: RunDir, logs: Path, every_s: float, seed: int) -> list[str]:
+def churn(popen: subprocess.Popen[str], run: RunDir, logs: Path, *, own: int, every_s: float, seed: int) -> list[str]:
     """Have engines join and leave until the run has ended; what was done, one line each."""
     rng, joined, done, ways = random.Random(seed), [], [], ["SIGTERM", "remove", "SIGTERM", "SIGKILL"]
     numbers = 0
@@ -139,8 +142,8 @@ def churn(popen: subprocess.Popen[str], run: RunDir, logs: Path, every_s: float,
             due += every_s
             ready = [each for each in joined if each.popen.poll() is None and each.state() == "ready"]
             coming = [each for each in joined if each.popen.poll() is None and each.state() in (None, "down")]
-            size = 1 + len(ready) + len(coming)
-            is_growing = size == 1 or (size < MOST and (is_growing if rng.random() < 0.7 else not is_growing))
+            size = own + len(ready) + len(coming)
+            is_growing = size == own or (size < MOST and (is_growing if rng.random() < 0.7 else not is_growing))
             if is_growing or not ready:
                 numbers += 1
                 joined.append(Joined(run, logs / f"engine_{numbers}.log"))
@@ -215,9 +218,7 @@ def figures(run: RunDir, steps: int) -> dict[str, Any]:
         "rate": {number: round(each, 1) for number, each in rate.items()},
         "rate_of_the_clock": TOKENS_PER_S,
         "rate_per_engine": round(one, 1),
-        "share_of_one_engine": {
-            number: round(each / (number * rate[1]), 3) for number, each in rate.items() if 1 in rate
-        },
+        "share_of_clock": {number: round(each / (number * TOKENS_PER_S), 3) for number, each in rate.items()},
         "deviation": round(max(abs(each / (number * one) - 1) for number, each in rate.items()), 3),
     }
 
@@ -227,7 +228,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=float, default=20.0, metavar="S", help="seconds between two changes")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which engines join and leave")
-    parser.add_argument("--router", action="store_true", help="a vllm-router in front of the engines")
+    parser.add_argument("--engines", type=int, default=1, help="that the run has of its own")
+    parser.add_argument("--router", metavar="POLICY", help="a vllm-router in front of the engines, with this policy")
     parser.add_argument("--keep", type=Path, help="where the run's directory is left")
     parser.add_argument("--quick", action="store_true", help="30 steps, a change every 8 s")
     args = parser.parse_args()
@@ -241,14 +243,14 @@ def main() -> None:
         paths = [str(root / "site"), str(ROOT / "benchmarks"), str(ROOT / "src")]
         os.environ |= {"PYTHONPATH": os.pathsep.join(paths), RATE_VAR: str(TOKENS_PER_S), "OMP_NUM_THREADS": "1"}
         model = untrained_model(root, hidden_size=32, num_layers=1, intermediate_size=64)
-        popen = start_rl(root, settings(model, args.steps, has_router=args.router), is_forked=False)
+        popen = start_rl(root, settings(model, args.steps, engines=args.engines, policy=args.router), is_forked=False)
         run = RunDir(root / "run")
         lines = []
 
         reader = threading.Thread(target=lambda: lines.extend(popen.stdout or ()), daemon=True)
         reader.start()
         try:
-            churn(popen, run, root, args.every, args.seed)
+            churn(popen, run, root, own=args.engines, every_s=args.every, seed=args.seed)
         finally:
             if popen.poll() is None:
                 popen.send_signal(signal.SIGINT)

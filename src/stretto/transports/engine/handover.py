@@ -40,7 +40,7 @@ class Handover:
         self._fleet, self._routed, self._admin, self._timeout_s = fleet, routed, admin, timeout_s
         self._done: set[str] = set()  # engines whose replies are handed over, without a router
         self.num_handovers = 0
-        """Of engines behind a router."""
+        """How many engines behind a router had replies that were ended."""
         self.num_aborts = 0
         """Calls that end replies which nobody continues."""
 
