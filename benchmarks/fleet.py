@@ -72,6 +72,7 @@ def settings(model: Path, steps: int, *, engines: int, policy: str | None) -> di
             "group_size": 4,
             "max_async_level": 8,
             "max_off_policy_steps": 16,
+            "batch_order": "finished",
             "max_rollout_retries": 0,  # a rollout that an engine takes with it would be a failed one
             "filter_zero_advantages": False,
             "train": {"sampling": {"max_completion_tokens": REPLY_TOKENS, "ignore_eos": True}},

@@ -41,6 +41,8 @@ ENDED = ("done", "stopped", "not started")
 POLL_S = 0.3
 END_S = 30.0
 """Longest wait for the run to let an engine go, after its replies."""
+RUN_S = 5.0
+"""Interval at which an engine looks whether its run is done, with which it ends."""
 KILL_S = 15.0
 """Time in which an engine that was asked to end ends by itself."""
 LOOPBACK = "127.0.0.1"
@@ -122,11 +124,16 @@ def _start(run: RunDir, options: argparse.Namespace, words: list[str]) -> int:
             is_asked.wait(POLL_S)
         if engine.returncode is None and not is_asked.is_set():
             _wish(run, "on", [url], options.wait)
+            look_at = time.monotonic() + RUN_S
             sys.stdout.write(f"{url}: up; it joins (stretto engines list {run})\n")
             sys.stdout.flush()
             while engine.returncode is None and not is_asked.wait(POLL_S):
-                pass
-            if engine.returncode is None:
+                if (now := time.monotonic()) > look_at:
+                    look_at = now + RUN_S
+                    if describe(run)["state"] == "done":
+                        sys.stdout.write(f"{url}: the run is done\n")
+                        is_asked.set()
+            if engine.returncode is None and describe(run)["state"] not in ENDED:
                 _ask(run, "removed", [url], options.wait, options.wait + END_S)
             else:
                 _wish(run, "removed", [url], 0.0)
