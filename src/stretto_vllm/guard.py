@@ -29,7 +29,7 @@ SERVED_BELOW = ("/v1/", "/inference/v1/")
 SERVED = OPEN_ROUTES | {
     api.TOKENIZE, api.DETOKENIZE, api.METRICS, f"{api.METRICS}/", api.PAUSE, api.RESUME, api.IS_PAUSED,
     api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE, api.WORLD_SIZE, api.RESET_PREFIX_CACHE, api.SLEEP,
-    api.WAKE_UP, api.IS_SLEEPING, api.ABORT, api.ABORT_REQUESTS, "/version", "/load", "/ping",
+    api.WAKE_UP, api.IS_SLEEPING, api.ABORT, api.ABORT_REQUESTS, api.ADMIT, "/version", "/load", "/ping",
 }  # fmt: skip
 """Other routes that are served; vLLM's /collective_rpc, /server_info and others are not."""
 COMMANDS = {api.START_UPDATE, api.UPDATE_WEIGHTS, api.FINISH_UPDATE, api.LOAD_ADAPTER, api.UNLOAD_ADAPTER}

@@ -63,7 +63,7 @@ async def liveness(request: Request) -> JSONResponse:
 
 @router.get(ADMITTED)
 async def admitted(request: Request) -> JSONResponse:
-    """200 if this engine is healthy and, in a run, has loaded the run's weights; routers call this."""
+    """200 if this engine is healthy, in a run has loaded its weights, and does not leave it; routers call this."""
     client = request.app.state.engine_client
     try:
         await client.check_health()
@@ -72,6 +72,18 @@ async def admitted(request: Request) -> JSONResponse:
         return _error(f"{type(error).__name__}: {error}", 503)
     if os.environ.get(HOLD_VAR) and version == "default":
         return _error("this engine is waiting for the run's weights", 503)
+    if not getattr(request.app.state, "is_open", True):
+        return _error("this engine leaves its run", 503)
+    return JSONResponse({"status": "ok"})
+
+
+@router.post(api.ADMIT)
+async def admit(request: Request) -> JSONResponse:
+    """Whether routers may send this engine requests, from now on."""
+    try:
+        request.app.state.is_open = api.decode_open(request.query_params)
+    except api.Refusal as refusal:
+        return _error(str(refusal), refusal.status)
     return JSONResponse({"status": "ok"})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -233,6 +234,12 @@ def processes_of(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children()
 
 
+def engine_of(started: subprocess.Popen[str]) -> psutil.Process:
+    """The engine of a `stretto engines start`."""
+    [engine] = [child for child in processes_of(started.pid) if "inference" in child.cmdline()]
+    return engine
+
+
 @pytest.mark.slow
 def test_engines_join_and_leave_a_run_and_no_rollout_is_lost(warm: Path, tmp_path: Path) -> None:
     more = {
@@ -249,20 +256,30 @@ def test_engines_join_and_leave_a_run_and_no_rollout_is_lost(warm: Path, tmp_pat
 
     try:
         until(lambda: num_steps(run) >= 2, popen, "two steps")
-        for _ in range(2):
+        for _ in range(3):
             joined.append(start("engines", ["start", str(run), "--wait", "0"], tmp_path))
-        until(lambda: len(ready()) == 3, popen, "two engines to join")
+        until(lambda: len(ready()) == 4, popen, "three engines to join")
         urls = ready()
         before = num_steps(run)
-        until(lambda: num_steps(run) >= before + 3, popen, "steps with three engines")
-        joined[0].send_signal(signal.SIGTERM)
+        until(lambda: num_steps(run) >= before + 3, popen, "steps with four engines")
+        asked, killed, orphan = (engine_of(each) for each in joined)
+        asked.terminate()  # a scheduler may send it to the engine alone, or to both
         code, output = wait(joined[0])
-        assert code == 0 and "removed" in output, output
-        [killed] = [p for p in processes_of(joined[1].pid) if "inference" in p.cmdline()]
+        assert code == 0 and "leaving the run first" in output and "removed" in output, output
         os.killpg(killed.pid, signal.SIGKILL)
         code, output = wait(joined[1])
         assert code != 0, output
+        joined[2].kill()
+        wait(joined[2])
+        assert psutil.wait_procs([orphan], 30)[1] == [], "it outlives `stretto engines start`"
         until(lambda: len(ready()) == 1, popen, "one engine to be left")
+        wait(
+            start(
+                "engines",
+                ["remove", str(run), *(url for url in fleet_of(run)["engines"] if url not in ready())],
+                tmp_path,
+            )
+        )
         code, output = wait(start("engines", ["drain", str(run), *ready()], tmp_path))
         assert code == 1 and "is the only engine that is up" in output, output
         code, output = wait(start("engines", ["list", str(run)], tmp_path))
@@ -275,7 +292,7 @@ def test_engines_join_and_leave_a_run_and_no_rollout_is_lost(warm: Path, tmp_pat
         for each in (*joined, popen):
             each.kill()
     assert code == 0, output
-    assert "was started anew" not in output and len(set(urls)) == 3
+    assert "was started anew" not in output and len(set(urls)) == 4
     assert audit(run) == []
     with LedgerReader(run) as ledger:
         ended = ledger.rollouts_by_status()

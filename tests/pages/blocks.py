@@ -87,6 +87,8 @@ NOT_RUN = {
     ("docs/inference.md", "export VLLM_API_KEY="): _SHELL,
     ("docs/inference.md", "from openai import"): "asks a server that runs: tests/contract",
     ("docs/inference.md", "engines "): "tests/e2e/test_engines.py, with a run that goes on",
+    ("docs/inference.md", "sbatch"): "engines of another job join a run: tests/cluster/on_slurm",
+    ("docs/inference.md", "kubectl"): "tests/unit/launch/test_engines_verb.py reads the manifest",
     ("docs/inference.md", "chat "): "tests/addons/start/test_chat.py",
     ("docs/inference.md", "curl -s http"): "asks a server that runs: tests/contract",
     ("docs/inference.md", "curl -s -H"): "tests/unit/launch/console/test_queues.py reads it",

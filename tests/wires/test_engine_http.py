@@ -266,7 +266,7 @@ async def test_an_engine_that_computes_otherwise_is_not_let_in(model_dir, tmp_pa
                 watching = asyncio.create_task(client.watch())
                 loud = {name: 4 * tensor for name, tensor in export_tensors(scratch(1))}
                 await client.update_weights(publisher.publish(1, loud.items()))
-                client.add_engine(f"http://127.0.0.1:{ports[1]}")
+                await client.add_engine(f"http://127.0.0.1:{ports[1]}")
                 async with asyncio.timeout(60):
                     while "computes otherwise" not in client.fleet.nodes[client.urls[1]].reason:
                         await asyncio.sleep(0.05)

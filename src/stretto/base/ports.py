@@ -27,9 +27,10 @@ import sys
 import urllib.error
 import urllib.request
 from contextlib import AbstractContextManager
+from functools import cache
 from http.client import HTTPResponse
 from typing import Protocol, overload
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from stretto.base.errors import ConfigError
 
@@ -142,6 +143,42 @@ def is_own_address(host: str) -> bool:
                 continue
             return True
     return False
+
+
+def is_same_server(url: str, other: str) -> bool:
+    """Whether two URLs are one server, seen from this machine: http://localhost:80 and http://127.0.0.1 are.
+
+    All of 127.0.0.1, ::1 and the names and addresses of this machine are one host; 127.0.0.2 is another one.
+    """
+    one, two = urlsplit(url), urlsplit(other)
+    if _port_of(one) != _port_of(two) or one.hostname == two.hostname:
+        return _port_of(one) == _port_of(two)
+    return bool(_hosts_of(one.hostname or "") & _hosts_of(two.hostname or ""))
+
+
+def _port_of(parts: SplitResult) -> int:
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _hosts_of(host: str) -> frozenset[str]:
+    """The host and its addresses; of this machine, all of them."""
+    if (found := _resolved(host)) & (own := _own_hosts()):
+        return found | own
+    return found
+
+
+@cache
+def _own_hosts() -> frozenset[str]:
+    names = {"localhost", "127.0.0.1", "::1", socket.gethostname().lower()}
+    return frozenset(names | _resolved(socket.gethostname()) | set(own_addresses()))
+
+
+def _resolved(host: str) -> frozenset[str]:
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        infos = []
+    return frozenset({host.lower(), *(str(address[0]) for *_, address in infos)})
 
 
 _MAX_ERROR_BYTES = 1 << 16

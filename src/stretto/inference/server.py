@@ -27,7 +27,7 @@ from stretto.base.process import visible_gpus
 from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
 from stretto.base.status import is_supervised
 from stretto.chat.tokenizer import end_ids
-from stretto.config.sections.engines import ADMITTED, HOLD_VAR
+from stretto.config.sections.engines import ADMITTED, HOLD_VAR, LEAVES_FIRST_VAR
 from stretto.config.sections.inference import SpeculationSection
 from stretto.data.hub_model import fetch
 from stretto.data.model_file import has_own_family, is_classifier
@@ -73,6 +73,7 @@ class Server:
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
         self._loaded_version: str | None = None  # of the last weight update
+        self._is_open = True  # to routers
         self.order = UpdateOrder()
         self.directory = model_directory(cfg)
         assert cfg.model is not None, "refused by model_directory"
@@ -109,6 +110,7 @@ class Server:
             api.RESET_PREFIX_CACHE: self.reset_prefix_cache,
             api.ABORT: self.abort,
             api.ABORT_REQUESTS: self.abort,
+            api.ADMIT: self.admit,
         }
         app.router.add_routes([web.get(path, handler) for path, handler in get.items()])
         app.router.add_routes([web.post(path, handler) for path, handler in post.items()])
@@ -140,10 +142,16 @@ class Server:
         return web.Response()
 
     async def admitted(self, _: web.Request) -> web.Response:
-        """200 if the engine is healthy and, in a run, has loaded the run's weights; routers call this."""
+        """200 if the engine is healthy, in a run has loaded its weights, and does not leave it; routers call this."""
         if self.engine is None or (os.environ.get(HOLD_VAR) and self._loaded_version is None):
             raise Refusal("this engine is waiting for the run's weights", 503)
+        if not self._is_open:
+            raise Refusal("this engine leaves its run", 503)
         return await self.health(_)
+
+    async def admit(self, http: web.Request) -> web.Response:
+        self._is_open = api.decode_open(http.query)
+        return json_response({"status": "ok"})
 
     async def load_adapter(self, http: web.Request) -> web.Response:
         body = api.decode_json(await read_body(http, MAX_ADMIN_BYTES), api.LoadAdapterBody)
@@ -316,8 +324,8 @@ async def listen(cfg: InferenceConfig, server: Server | ScoreServer) -> int:
     """Listen, load, serve; returns the process's exit code."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, lambda: None if _is_leaving_first() else stop.set())
     runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=_SHUTDOWN_S, **RUNNER_SETTINGS)
     await runner.setup()
     host, port = cfg.server.host, cfg.server.port
@@ -347,6 +355,16 @@ async def listen(cfg: InferenceConfig, server: Server | ScoreServer) -> int:
             await work
         server.close()
         await runner.cleanup()
+
+
+def _is_leaving_first() -> bool:
+    """Whether the process that let this engine join a run was asked to let it leave, at which it ends this one."""
+    asked = os.environ.get(LEAVES_FIRST_VAR)
+    if asked is None or int(asked) != os.getppid():
+        return False
+    logger.info("leaving the run first")
+    os.kill(int(asked), signal.SIGTERM)
+    return True
 
 
 async def _load_and_run(server: Server) -> None:

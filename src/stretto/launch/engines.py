@@ -8,6 +8,7 @@ when it is asked to end: by Ctrl-C, or by the SIGTERM of a job that is preempted
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -16,18 +17,20 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from stretto.api.state import describe, runs_here
+from stretto.base import process
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import read_json
 from stretto.base.paths import RunDir
-from stretto.base.ports import in_url, open_url
+from stretto.base.ports import address_towards, in_url, is_same_server, open_url
 from stretto.config.load import write_json
 from stretto.config.reading.plain import PlainParser
+from stretto.config.sections.engines import LEAVES_FIRST_VAR
 from stretto.config.sections.inference import KEY_VAR
 from stretto.launch.control import find_run
 from stretto.launch.queues import engine_key
@@ -38,6 +41,11 @@ ENDED = ("done", "stopped", "not started")
 POLL_S = 0.3
 END_S = 30.0
 """Longest wait for the run to let an engine go, after its replies."""
+RUN_S = 5.0
+"""Interval at which an engine looks whether its run is done, with which it ends."""
+KILL_S = 15.0
+"""Time in which an engine that was asked to end ends by itself."""
+LOOPBACK = "127.0.0.1"
 WISHES = {"add": "on", "drain": "drained", "remove": "removed"}
 
 
@@ -56,7 +64,9 @@ def engines(words: list[str]) -> int:
         help="drain, remove, the end of start: replies that take longer are continued on other engines (30)",
     )  # fmt: skip
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="longest wait for the run (600)")
-    parser.add_argument("--host", help="start: this machine's name, if the run is on another one")
+    parser.add_argument(
+        "--host", help="start: this machine's name for the run, if that is on another one (its address)"
+    )
     parser.add_argument("--port", type=int, help="start: where it listens (a free port)")
     parser.refuse_near(words)
     if len(words) > 1 and words[0] not in (what := ["list", *WISHES, "start"]) and words[1] in what:
@@ -85,6 +95,7 @@ def engines(words: list[str]) -> int:
     if not urls:
         raise ConfigError(f"stretto engines {options.what} RUN URL ...: give the address of an engine")
     known = fleet_of(run)["engines"]
+    urls = list(dict.fromkeys(next((each for each in known if is_same_server(each, url)), url) for url in urls))
     if options.what != "add" and (missing := [url for url in urls if url not in known]):
         raise ConfigError(f"{missing[0]} is no engine of {run}; it has {', '.join(known) or 'none'}")
     return _ask(run, WISHES[options.what], urls, options.wait, options.timeout)
@@ -92,37 +103,54 @@ def engines(words: list[str]) -> int:
 
 def _start(run: RunDir, options: argparse.Namespace, words: list[str]) -> int:
     """Run an engine like those of the run, which joins once it is up and leaves before it ends; its exit status."""
-    configs = [run.config("inference"), *sorted(run.configs.glob("inference_*.json"))]
-    if (config := next((path for path in configs if path.exists()), None)) is None:
+    processes = read_json(run.plan).get("processes", [])
+    engines_of_run = [spec["argv"] for spec in processes if spec["role"] == "inference"]
+    if not engines_of_run or not Path(config := engines_of_run[0][-1]).exists():
         raise ConfigError(f"{run} has not started engines itself; start one as you started them, and add its address")
     port = options.port or _unused_port()
-    command = [sys.executable, "-m", "stretto", "inference", "@", str(config), "--server.port", str(port)]
-    command += [] if options.host is None else ["--server.host", "0.0.0.0"]
-    env = dict(os.environ) | ({} if (key := engine_key(run)) is None else {KEY_VAR: key})
-    url = f"http://{in_url(options.host or '127.0.0.1')}:{port}"
+    command = [sys.executable, "-m", "stretto", "inference", "@", config, "--server.port", str(port)]
+    if (host := options.host or _host_towards(run)) != LOOPBACK:
+        command += ["--server.host", "::" if ":" in host else "0.0.0.0"]
+    env = {LEAVES_FIRST_VAR: str(os.getpid())} | ({} if (key := engine_key(run)) is None else {KEY_VAR: key})
+    url = f"http://{in_url(host)}:{port}"
     is_asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_asked.set())
-    # A session of its own: Ctrl-C is for this process, which first lets the replies that it plays end elsewhere.
-    engine = subprocess.Popen([*command, *words], env=env, start_new_session=True)
+    # A group of its own: Ctrl-C is for this process, which first has the replies that the engine plays end elsewhere.
+    # If this process is killed, the kernel kills the engine.
+    engine = process.start("engine", [*command, *words], env=env, log=Path(os.devnull), is_shown=True)
     try:
-        while engine.poll() is None and not is_asked.is_set() and not _is_up(url):
+        while engine.returncode is None and not is_asked.is_set() and not _is_up(url):
             is_asked.wait(POLL_S)
-        if engine.poll() is None and not is_asked.is_set():
+        if engine.returncode is None and not is_asked.is_set():
             _wish(run, "on", [url], options.wait)
+            look_at = time.monotonic() + RUN_S
             sys.stdout.write(f"{url}: up; it joins (stretto engines list {run})\n")
             sys.stdout.flush()
-            while engine.poll() is None and not is_asked.wait(POLL_S):
-                pass
-            if engine.poll() is None:
+            while engine.returncode is None and not is_asked.wait(POLL_S):
+                if (now := time.monotonic()) > look_at:
+                    look_at = now + RUN_S
+                    if describe(run)["state"] == "done":
+                        sys.stdout.write(f"{url}: the run is done\n")
+                        is_asked.set()
+            if engine.returncode is None and describe(run)["state"] not in ENDED:
                 _ask(run, "removed", [url], options.wait, options.wait + END_S)
             else:
                 _wish(run, "removed", [url], 0.0)
+        engine.signal_group(signal.SIGINT)  # SIGTERM would ask this process again
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            engine.popen.wait(KILL_S)
     finally:
-        if engine.poll() is None:
-            engine.terminate()
-    code = engine.wait()
-    return 0 if is_asked.is_set() else code or 1
+        engine.kill()
+    return 0 if is_asked.is_set() else engine.popen.returncode or 1
+
+
+def _host_towards(run: RunDir) -> str:
+    """The address at which the run's machine reaches this one: loopback, if it is this one."""
+    own, there = socket.gethostname(), read_json(run.launch).get("host")
+    if there == own:
+        return LOOPBACK
+    return (there and address_towards(there, 1)) or own
 
 
 def _is_up(url: str) -> bool:
@@ -179,7 +207,7 @@ def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: flo
                     last = text
                 continue
             else:
-                sys.stdout.write(f"{url}: {'removed' if node is None else node['state']}\n")
+                sys.stdout.write(f"{url}: {_state_of(node) if node else 'removed'}\n")
             del left[url]
         if left and time.monotonic() > deadline:
             why = "; the wish stays, and `stretto engines remove` takes it back" if state == "on" else ""
@@ -206,8 +234,11 @@ def _show(run: RunDir, engines: dict[str, Any]) -> None:
     if not engines:
         sys.stdout.write("no engine is known yet\n")
     for url, node in engines.items():
-        reason = f": {node['reason']}" if node["reason"] else ""
-        sys.stdout.write(f"{url}  {node['state']}{reason}\n")
+        sys.stdout.write(f"{url}  {_state_of(node)}\n")
+
+
+def _state_of(node: Mapping[str, Any]) -> str:
+    return f"{node['state']}: {node['reason']}" if node["reason"] else str(node["state"])
 
 
 def _checked(url: str) -> str:

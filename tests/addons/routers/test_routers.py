@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, EngineError
 from stretto.base.ports import address_towards
 from stretto.check.nodes import check_reachable
 from stretto.check.routers import check_router
@@ -24,7 +24,7 @@ from stretto.launch.plan import routers
 from stretto.launch.plan.engines import EnginesPlan, plan_engines, plan_replicas
 from stretto.launch.plan.routers import with_reachable_host
 from stretto_routers import register
-from stretto_routers.register import Registrar
+from stretto_routers.register import Registrar, RouterList
 
 CHECK = """
 import sys
@@ -220,12 +220,30 @@ def test_the_list_is_corrected_where_it_differs_and_nowhere_else(monkeypatch, ca
         registrar.correct({one: False, two: True})
         assert router.workers == {two}
         monkeypatch.setenv("VLLM_API_KEY", "wrong")
+        registrar = Registrar(router.url, [one, two])
         registrar.correct({one: True, two: True})
         registrar.correct({one: True, two: True})
     assert router.workers == {two}
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1 and "/list_workers: HTTP 401" in warnings[0]
+    assert len(warnings) == 1 and "HTTP 401" in warnings[0]
     registrar.correct({one: True, two: True})  # nobody answers: no error
+
+
+def test_a_router_without_a_list_is_one_message_and_the_key_is_its_own():
+    with running(Router(has_list=False)) as router, pytest.raises(EngineError, match=r"/list_workers: HTTP 404"):
+        RouterList(router.url, None).engines()
+    with running(Router("k")) as router, pytest.raises(OSError, match="401"):
+        RouterList(router.url, "wrong").engines()
+
+
+def test_one_engine_by_two_names_is_entered_once_and_taken_out_by_the_name_on_the_list():
+    with running(Router()) as router:
+        router.workers.add("http://localhost:1")
+        entries = RouterList(router.url, None)
+        entries.correct({"http://127.0.0.1:1": True})
+        assert router.workers == {"http://localhost:1"} and router.calls == []
+        entries.correct({"http://127.0.0.1:1": False})
+    assert router.workers == set()
 
 
 def test_engines_leave_the_list_at_the_end(monkeypatch):

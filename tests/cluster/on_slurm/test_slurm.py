@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_runs import ENDLESS
+from cluster_runs import ENDLESS, STRETTO
 from slurm_cluster import Cluster
 from slurm_runs import Submitted
 
 from stretto.base.keeper import remove_stale
 from stretto.base.paths import RunDir
+from stretto.launch.engines import fleet_of
 
 pytestmark = pytest.mark.cluster("sbatch", "slurmd", "slurmctld", "munged", "ip", "nsenter", root=True)
 
@@ -248,4 +249,35 @@ def test_ranks_that_miss_a_node_before_slurm_does_queue_the_job_again(cluster: C
         run.stop()
     finally:
         cluster.set_link(lost, "up")
+    run.check(run.saved())
+
+
+@pytest.mark.parametrize("start", ["exec", "exec srun"])
+def test_engines_of_another_job_join_a_run_and_leave_it_before_slurm_ends_them(
+    cluster: Cluster, tmp_path: Path, start: str
+) -> None:
+    """The job is told ahead of its end: its script alone, or all of a step, the engine too."""
+    run = Submitted(cluster, tmp_path, ENDLESS)
+    run.until_saved(2)
+    command = f"{start} {' '.join(STRETTO)} engines start {run.dir} --wait 5"
+    log = tmp_path / "engine.log"
+    words = ["--parsable", "--open-mode=append", "-o", str(log), "--export=ALL,OMP_NUM_THREADS=1", "--wrap", command]
+    spare = cluster.login("sbatch", *words).strip()
+
+    def is_in() -> bool:
+        return len([each for each in fleet_of(run.dir)["engines"].values() if each["state"] == "ready"]) == 3
+
+    run.until(is_in, "the engine joins")
+    at = run.steps()[-1]
+    run.until(lambda: run.steps()[-1] >= at + 3, "steps with it")
+    how = ["--batch"] if start == "exec" else []
+    cluster.login("scancel", *how, "--signal=TERM", spare)
+    cluster.until(lambda: cluster.job(spare)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"), "the job ends")
+    assert cluster.job(spare)["JobState"] == "COMPLETED", log.read_text()
+    assert ": removed" in log.read_text(), log.read_text()
+    assert ("leaving the run first" in log.read_text()) == (start != "exec"), log.read_text()
+    assert len(fleet_of(run.dir)["engines"]) == 2
+    at = run.steps()[-1]
+    run.until(lambda: run.steps()[-1] >= at + 3, "steps without it")
+    run.stop()
     run.check(run.saved())

@@ -9,8 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from processes import forked
 from servers import logprobs_of, save, scratch, serve, stop
 from waiting import until
 
+from stretto.base.errors import EngineError
 from stretto.check.routers import DYNAMO
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
@@ -72,9 +75,15 @@ NO_ANSWER = ["no answer"]
 
 
 @contextlib.contextmanager
-def router_elsewhere(log: Path, port: int, key: str) -> Iterator[str]:
+def router_elsewhere(log: Path, port: int, key: str, *more: str) -> Iterator[str]:
     words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    words += ["--policy", "consistent_hash", "--health-check-interval-secs", "600"]  # it finds out nothing by itself
+    words += [
+        "--policy",
+        "consistent_hash",
+        "--health-check-interval-secs",
+        "600",
+        *more,
+    ]  # it finds out nothing by itself
     with log.open("ab") as out:
         child = subprocess.Popen(
             [sys.executable, "-m", "stretto_routers.router", *words],
@@ -116,6 +125,14 @@ def test_engines_enter_a_router_leave_it_when_killed_and_come_back(tmp_path):
             await until(lambda: listed(router) == engines)
             for session in range(8):
                 assert_exact(await client.generate(request(session)))
+            watching = asyncio.ensure_future(client.watch())
+            await client.drain_engine(engines[0], 1.0)
+            for _ in range(20):  # it is as well as before, and the registrar does not enter it again
+                assert listed(router) == engines[1:]
+                await asyncio.sleep(0.1)
+            await client.add_engine(engines[0])
+            await until(lambda: listed(router) == engines)
+            watching.cancel()
 
     log = tmp_path / "router.log"
     with contextlib.ExitStack() as processes:
@@ -130,6 +147,103 @@ def test_engines_enter_a_router_leave_it_when_killed_and_come_back(tmp_path):
             os.kill(launcher.pid, signal.SIGTERM)
             assert launcher.wait(60) == 0
             assert listed(router) == []
+
+
+@pytest.mark.slow
+@needs_router
+def test_engines_join_a_router_and_leave_it_and_hand_over_their_replies_token_for_token(tmp_path: Path) -> None:
+    model, words, environment = save(scratch(0), tmp_path / "model"), ["--num-threads", "1"], {"VLLM_API_KEY": "k"}
+    with contextlib.ExitStack() as stack:
+        served = [
+            stack.enter_context(serve("embedded", model, tmp_path / f"log{i}", *words, env=environment))
+            for i in range(3)
+        ]
+        engines = [url for url, _ in served]
+
+        async def ready() -> None:
+            async with EngineClient(engines, api_key="k") as client:
+                await client.wait_ready(240)
+
+        async def run(router: str) -> None:
+            async with EngineClient([router], engines[:2], "k", timeout_s=120, liveness_interval_s=0.2) as client:
+                watching = asyncio.ensure_future(client.watch())
+
+                async def generate(session: int) -> Completion:
+                    [found] = await client.generate(
+                        GenerateRequest(
+                            request_id=f"long-{session}",
+                            prompt_ids=PROMPT,
+                            sampling=SamplingParams(max_tokens=400, seed=session, ignore_eos=True),
+                            session_id=f"long-{session}",
+                        )
+                    )
+                    return found
+
+                async def leave(engine: str) -> list[Completion]:
+                    """What was being sampled while it left, after wait_s = 0."""
+                    replies = [asyncio.ensure_future(generate(session)) for session in range(24)]
+                    async with asyncio.timeout(60):
+                        while not await client._handover.num_requests(engine):
+                            await asyncio.sleep(0.01)
+                    await client.drain_engine(engine, 0.0)
+                    assert await client._handover.num_requests(engine) == 0
+                    return await asyncio.gather(*replies)
+
+                whole = await asyncio.gather(*(generate(session) for session in range(24)))
+                for found, expected in zip(await leave(engines[1]), whole):
+                    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+                    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=2e-5, rtol=0)
+                assert listed(router) == [engines[0]] and client._handover.num_handovers
+                client.forget_engine(engines[1])
+                before = await num_served(engines[1:2])
+                for session in range(20):
+                    assert_exact(await client.generate(request(session)))
+                assert await num_served(engines[1:2]) == before
+                await client.add_engine(engines[2])
+                await until(lambda: listed(router) == sorted(engines[::2]))
+                await asyncio.gather(*(generate(session) for session in range(24)))
+                assert all(await num_served(engines[2:]))
+                served[2][1].kill()
+                await until(lambda: listed(router) == [engines[0]])
+                assert_exact(await client.generate(request(0)))
+                watching.cancel()
+
+        asyncio.run(ready())
+        workers = ["--worker-urls", *engines[:2], "--health-check-endpoint", "/admitted"]
+        router = stack.enter_context(router_elsewhere(tmp_path / "router.log", free_port(), "k", *workers))
+        asyncio.run(run(router))
+
+
+@needs_router
+def test_a_router_between_prefill_and_decode_engines_keeps_those_that_it_was_started_with(tmp_path: Path) -> None:
+    class Engine(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    servers = [ThreadingHTTPServer(("127.0.0.1", free_port()), Engine) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    prefill, decode = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
+    words = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", prefill, "--decode", decode]
+
+    async def run(router: str) -> None:
+        async with EngineClient([router], [prefill, decode], "k") as client:
+            with pytest.raises(EngineError, match=r"keeps those that it was started with: it would go on sending"):
+                await client.drain_engine(decode, 1.0)
+
+    with router_elsewhere(tmp_path / "router.log", free_port(), "k", *words) as router:
+        before = listed(router)
+        asyncio.run(run(router))
+        assert listed(router) == before
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 @needs_router

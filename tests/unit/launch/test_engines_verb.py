@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.launch.engines import engines
+from stretto.launch.engines import END_S, engines
 from stretto.ledger import Ledger
 
 URL = "http://gpu7:8000"
@@ -145,3 +146,40 @@ def test_the_answer_is_what_the_ledger_says(
     thread.join()
     out, err = capsys.readouterr()
     assert (url in out) == (code == 0) and (f"{url}: no" in err) == (code == 1)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "[::1]", socket.gethostname()])
+def test_every_name_of_this_machine_is_one_engine(run: RunDir, capsys: pytest.CaptureFixture[str], host: str) -> None:
+    ledger = Ledger(run)
+    node = {"state": "ready", "reason": ""}
+    ledger.event("fleet", {"engines": {"http://127.0.0.1:8000": node}, "refused": {}})
+    ledger.close()
+    assert engines(["add", str(run), f"http://{host}:8000", "http://127.0.0.1:8000", "--timeout", "30"]) == 0
+    assert capsys.readouterr().out == "http://127.0.0.1:8000: ready\n"
+    [wish] = [json.loads(path.read_text()) for path in run.engines.iterdir()]
+    assert wish["url"] == "http://127.0.0.1:8000"
+    with pytest.raises(ConfigError, match="is no engine of"):
+        engines(["drain", str(run), "http://127.0.0.2:8000"])
+    with pytest.raises(ConfigError, match="is no engine of"):
+        engines(["drain", str(run), f"http://{host}:8001"])
+
+
+def test_the_manifest_of_engines_in_pods_says_what_the_verb_and_the_chart_know(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    deploy = Path(__file__).parents[3] / "deploy"
+    manifest = yaml.safe_load((deploy / "kubernetes" / "engines.yaml").read_text())
+    pod = manifest["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    assert manifest["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    program, verb, what, run, *_ = container["command"]
+    assert (program, verb, what) == ("stretto", "engines", "start")
+    with pytest.raises(ConfigError, match="there is no such directory"):  # its words are read before
+        engines([what, str(tmp_path / run.strip("/")), *container["args"]])
+    wait_s = float(container["args"][container["args"].index("--wait") + 1])
+    assert pod["spec"]["terminationGracePeriodSeconds"] > wait_s + END_S
+    chart = "".join(path.read_text() for path in sorted((deploy / "helm" / "stretto" / "templates").iterdir()))
+    assert '"%s-run-secret" .Release.Name' in chart and '"%s-shared-data" .Release.Name' in chart
+    names = {each["name"]: each["valueFrom"] for each in container["env"]}
+    assert names["VLLM_API_KEY"] == {"secretKeyRef": {"name": "my-exp-run-secret", "key": "secret"}}
+    assert pod["spec"]["volumes"][0]["persistentVolumeClaim"] == {"claimName": "my-exp-shared-data"}
+    assert run.startswith(f"{container['volumeMounts'][0]['mountPath']}/outputs/")

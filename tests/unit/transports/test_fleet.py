@@ -226,7 +226,7 @@ def test_two_that_wait_for_an_update_do_not_both_leave():
             leaving = [asyncio.ensure_future(world.fleet.drain(url)) for url in ("a", "b")]
             await asyncio.sleep(1)
         outcomes = await asyncio.gather(*leaving, return_exceptions=True)
-        assert outcomes[0] is None and "only engine" in str(outcomes[1]) and world.fleet.ready() == ["b"]
+        assert outcomes[0] == ("a",) and "only engine" in str(outcomes[1]) and world.fleet.ready() == ["b"]
 
     run_virtual(scenario())
 
@@ -252,6 +252,8 @@ class Server:
         self.asked: list[str] = []
         self.may_load = asyncio.Event()
         self.may_load.set()
+        self.may_generate = asyncio.Event()
+        self.may_generate.set()
         self.num_loading = 0
         self.polls: list[str] = []  # queries of liveness while it loads
 
@@ -310,6 +312,7 @@ class Server:
                 request.transport.abort()
             if not self.is_alive:
                 await asyncio.sleep(60)
+            await self.may_generate.wait()
             if body.get("sampling_params", {}).get("prompt_logprobs") is None:
                 return web.Response(body=ANSWER)
             scores = [{str(token): {"logprob": -1.0}} for token in body["token_ids"]]
@@ -452,6 +455,22 @@ async def test_an_engine_that_falls_silent_within_an_update_does_not_hold_it_up(
         assert servers[0].versions[-1] == 1
 
 
+async def test_an_engine_that_dies_and_is_forgotten_while_it_scores_the_canary_is_left_out():
+    """Its host has asked for it to be removed: none but the other is known when the scores are there."""
+    async with two_engines() as (client, servers):
+        dying = client.urls[1]
+        servers[0].may_generate.clear()
+        servers[1].may_generate.clear()
+        scoring = asyncio.ensure_future(client.score_canary(np.arange(4, dtype=np.int32), "canary"))
+        await eventually(lambda: servers[0].generated and servers[1].generated)
+        await servers[1].runner.cleanup()
+        await client.drain_engine(dying, 0.0)
+        client.forget_engine(dying)
+        servers[0].may_generate.set()
+        scores = await scoring
+        assert [*scores] == client.urls and len(client.urls) == 1
+
+
 async def test_an_engine_that_loads_slowly_stays_up():
     """Its workers answer nothing else until the update ends."""
     async with two_engines() as (client, servers):
@@ -567,7 +586,7 @@ async def test_an_engine_that_joins_gets_the_newest_version_then_requests_and_no
         url = await third.start()
         try:
             await client.update_weights(version(1))
-            client.add_engine(url)
+            await client.add_engine(url)
             await eventually(lambda: client.num_ready == 3)
             assert third.versions == [1] and third.generated == 1  # the proof
             await client.update_weights(version(2))

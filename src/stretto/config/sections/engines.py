@@ -19,6 +19,9 @@ PEERS_VAR = "STRETTO_PEERS"
 """Environment variable of an engine over several nodes: addresses of its other servers, separated by spaces."""
 HOLD_VAR = "STRETTO_HOLD"
 """Environment variable: if set, an engine accepts no work before it has this run's weights."""
+LEAVES_FIRST_VAR = "STRETTO_LEAVES_FIRST"
+"""Environment variable of an engine that has joined a run: the process that it asks at SIGTERM, instead of ending. That
+process ends it by SIGINT, once the run has let it go."""
 
 RouterType = Literal["vllm", "dynamo", "llm-d"]
 VllmPolicy = Literal[

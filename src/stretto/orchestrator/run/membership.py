@@ -15,6 +15,7 @@ from typing import Any
 
 from stretto.base.errors import EngineError
 from stretto.base.files import read_json
+from stretto.base.ports import is_same_server
 from stretto.orchestrator.run.parts import RunParts
 from stretto.transports.engine.fleet import EngineNode, EngineState
 
@@ -42,26 +43,32 @@ class Membership:
         again after a resume.
         """
         for wish in _wishes(self._run.run_dir.engines):
-            if self._applied.get(url := wish["url"]) != wish:
-                self._applied[url] = wish
+            if self._applied.get(wish["url"]) != wish:
+                self._applied[wish["url"]] = wish
+                url = self._name_of(wish["url"])
                 self._refused.pop(url, None)
                 if (older := self._applying.get(url)) is not None:
                     older.cancel()
                 self._applying[url] = tasks.create_task(self._apply(url, wish), name=f"engine {url}")
         self._record()
 
+    def _name_of(self, url: str) -> str:
+        """The address under which the fleet has this engine, which may have been started with another name."""
+        return next((known for known in self._engines.fleet.nodes if is_same_server(known, url)), url)
+
     async def _apply(self, url: str, wish: dict[str, Any]) -> None:
         nodes = self._engines.fleet.nodes
         try:
             if wish["state"] == "on":
-                self._engines.add_engine(url)
+                await self._engines.add_engine(url)
                 return
             if url in nodes:
                 await self._engines.drain_engine(url, wish["wait_s"])
                 if wish["state"] == "removed":
                     self._engines.forget_engine(url)
         except EngineError as error:
-            logger.warning("engine %s stays: %s", url, error)
+            what = "does not join" if wish["state"] == "on" else "stays"
+            logger.warning("engine %s %s: %s", url, what, error)
             self._refused[url] = str(error)
 
     def _record(self) -> None:

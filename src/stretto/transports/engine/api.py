@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -36,6 +37,8 @@ IDLE = "idle=true"
 """Query of LIVENESS: an engine that still loads weights is not alive; otherwise it is."""
 READINESS = "/readiness"
 """A router's route: whether it has accepted an engine."""
+ADMIT = "/admit"
+"""Whether routers may send an engine requests, `?open=false` or `true`; the answer of /admitted says it to them."""
 METRICS = "/metrics"
 PAUSE = "/pause"
 RESUME = "/resume"
@@ -84,6 +87,27 @@ def pause_mode(query: Mapping[str, str]) -> str:
     if mode not in PAUSE_MODES:
         raise Refusal(f"mode: {mode!r} is not one of {', '.join(PAUSE_MODES)}")
     return mode
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    """Metrics in Prometheus' format, summed over labels; those of a `position` also as name/position."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith("#") and "_bucket" not in line:
+            name, _, value = line.rpartition(" ")
+            name, _, labels = name.partition("{")
+            position = labels.partition('position="')[2].partition('"')[0]
+            for key in (name, f"{name}/{position}") if position else (name,):
+                with suppress(ValueError):  # a line of another engine's own kind
+                    found[key] = found.get(key, 0.0) + float(value)
+    return found
+
+
+def decode_open(query: Mapping[str, str]) -> bool:
+    """Whether routers may send requests, in a query of ADMIT. Raises: Refusal for anything but true and false."""
+    if (value := query.get("open")) not in ("true", "false"):
+        raise Refusal(f"open: {value!r} is not one of true, false")
+    return value == "true"
 
 
 class SamplingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):

@@ -10,7 +10,6 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -27,6 +26,8 @@ from stretto.transports.engine import api, http, proof, updates
 from stretto.transports.engine.completions import decode_completions
 from stretto.transports.engine.dispatch import FULL_S, Dispatch
 from stretto.transports.engine.fleet import EngineState, Fleet
+from stretto.transports.engine.handover import Handover
+from stretto.transports.engine.routed import RoutedFleet
 
 if TYPE_CHECKING:
     from jaxtyping import Float32, Int32
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_ABORTS = 10  # of one request before it is an error
 _POLL_S = 0.05
-_ABORT_S = 0.5  # after which the requests of a drained engine are aborted again
 _ROUTER_TIMEOUT_S = 120.0
 
 
@@ -77,7 +77,6 @@ class EngineClient:
         self._load_between_steps: set[str] = set()  # engines that load weights between two steps
         self._asleep: set[str] = set()  # those of api.SLEEP_TAGS whose memory engines have freed
         self._sleep_level: int | None = None  # of the last sleep; None: engines never slept
-        self._handed_over: set[str] = set()  # drained engines whose replies are continued on others
         self._failed_once: set[str] = set()  # live engines that failed to load the newest version once
         self._liveness_timeout_s = liveness_timeout_s
         self.fleet = Fleet(
@@ -98,6 +97,8 @@ class EngineClient:
             recovery_timeout_s=recovery_timeout_s,
             is_routed=self._is_routed,
         )
+        self._routed = RoutedFleet(self.urls if self._is_routed else (), self.fleet, api_key)
+        self._handover = Handover(self.fleet, self._routed, self._admin, liveness_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """The request's n samples; cancelling this call aborts the request on the engine.
@@ -116,9 +117,10 @@ class EngineClient:
         headers = api.JSON_HEADERS
         if request.session_id is not None:
             headers = headers | dict.fromkeys(self._session_headers, request.session_id)
+        mark = self._handover.mark()
         url, data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
         completions = decode_completions(request, data)
-        if url not in self._handed_over or not any(each.finish_reason == ABORTED for each in completions):
+        if not self._handover.covers(url, mark) or not any(each.finish_reason == ABORTED for each in completions):
             return completions
         samples = [request] if request.n == 1 else map(request.sample, range(request.n))
         async with task_group() as group:
@@ -194,7 +196,7 @@ class EngineClient:
 
     async def _load_all(self, urls: list[str]) -> dict[str, str]:
         """Load the newest version on these engines together; returns the errors by engine."""
-        groups = await self._groups(urls)
+        groups, is_only = await self._groups(urls), len(self.admin_urls) == 1
         loads = [asyncio.ensure_future(self._load(url, group)) for url, group in zip(urls, groups)]
         is_together = self._manifest is not None and self._manifest.needs_group
         results = await _gather_loads(loads, self._liveness_timeout_s if is_together else None)
@@ -202,7 +204,7 @@ class EngineClient:
         for url, result in zip(urls, results):
             # The only engine may be started anew after its end; what it refuses, it would refuse again.
             is_away = isinstance(getattr(result, "__cause__", None), http.Lost | http.Unavailable)
-            if isinstance(result, EngineError) and (is_away or len(self.admin_urls) > 1):
+            if isinstance(result, EngineError) and (is_away or not is_only):
                 failures[url] = str(result)
             elif isinstance(result, BaseException):
                 raise result
@@ -219,42 +221,27 @@ class EngineClient:
 
     # -- engines that join and leave --
 
-    def add_engine(self, url: str) -> None:
+    async def add_engine(self, url: str) -> None:
         """Let an engine join: it gets the newest version, is compared with another engine, and then gets requests.
 
-        Requests go to it only if the run has no router, which must learn of it by itself.
+        A router gets it on its list then; one that has none must find it by itself, which the engine's `reason` says.
+        Raises: EngineError if a router does not answer.
         """
-        self._handed_over.discard(root := _root(url))
+        fault = await self._routed.fault()
+        self._handover.forget(root := _root(url))
         for addresses in (self.admin_urls,) if self._is_routed else (self.urls, self.admin_urls):
             if root not in addresses:
                 addresses.append(root)
-        self.fleet.add(root)
+        self.fleet.add(root, note="" if fault is None else f"{fault}: it must find this engine by itself")
+        if fault is None:
+            self._routed.follow([root])
 
     async def drain_engine(self, url: str, wait_s: float) -> None:
         """Send an engine nothing new; replies that do not end within wait_s are continued on other engines.
 
         Raises: EngineError if no other engine is up, or if a router would go on sending it requests.
         """
-        root = _root(url)
-        if self._is_routed:
-            raise EngineError(
-                f"requests come from the router {self.urls[0]}: take the engine out of its list and end it"
-            )
-        node = self.fleet.nodes[root]
-        await self.fleet.drain(root)
-        if node.requests:
-            await asyncio.wait(set(node.requests), timeout=wait_s)
-        self._handed_over.add(root)
-        while node.requests and self.fleet.nodes.get(root) is node:
-            body = msgspec.json.encode({"request_ids": None})
-            try:
-                async with asyncio.timeout(self._liveness_timeout_s):
-                    await self._admin(root, api.ABORT, body)
-            except (EngineError, TimeoutError):  # it is gone, perhaps with its host: they are sent again elsewhere
-                for task in tuple(node.requests):
-                    task.cancel()
-            if node.requests:
-                await asyncio.wait(set(node.requests), timeout=_ABORT_S)
+        await self._handover.drain(_root(url), wait_s)
 
     def forget_engine(self, url: str) -> None:
         """Remove an engine that was drained."""
@@ -271,6 +258,8 @@ class EngineClient:
         if self._manifest is not None and (others := [other for other in self.fleet.ready() if other != url]):
             scores = [await proof.scores_of(self._admin, each, self.model) for each in (url, others[0])]
             proof.compare(*scores, other=others[0], version=self._manifest.version)
+        if self._is_routed:
+            await self._handover.admit(url, is_open=True)
 
     @property
     def num_ready(self) -> int:
@@ -284,7 +273,9 @@ class EngineClient:
 
     async def watch(self) -> None:
         """Mark engines that die or hang as down, and readmit them when they are back; runs for ever."""
-        await self.fleet.watch()
+        async with task_group() as group:
+            group.create_task(self.fleet.watch(), name="watch engines")
+            group.create_task(self._routed.watch(), name="watch routers")
 
     async def _check_alive(self, url: str, *, is_idle: bool = False) -> None:
         """Check that an engine is alive; is_idle: it loads no weights, so that its workers must answer too.
@@ -407,7 +398,7 @@ class EngineClient:
         Raises: EngineError if an engine returns no scores of a prompt.
         """
 
-        ready = self.fleet.ready()
+        ready, is_only = self.fleet.ready(), len(self.admin_urls) == 1
 
         async def generate(url: str, what: str, prompt_ids: np.ndarray, *, is_decoding: bool) -> Completion:
             request = GenerateRequest(
@@ -445,8 +436,10 @@ class EngineClient:
         for url, result in zip(ready, await asyncio.gather(*map(score, ready), return_exceptions=True)):
             if not isinstance(result, BaseException):
                 by_engine[url] = result
-            elif not isinstance(result, EngineError) or len(self.admin_urls) == 1:
+            elif not isinstance(result, EngineError) or is_only:
                 raise result
+            elif not self.fleet.is_ready(url):
+                logger.info("engine %s left before it had scored the canary: %s", url, result)
             elif isinstance(result.__cause__, http.Lost) or await self._is_dead(url):  # it may be back already
                 await self.fleet.mark_down(url, str(result))
             else:
@@ -456,6 +449,7 @@ class EngineClient:
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End these requests with the tokens they have; None: all requests."""
         ids = None if request_ids is None else list(request_ids)
+        self._handover.num_aborts += 1
         await self._all("POST", api.ABORT, msgspec.json.encode({"request_ids": ids}))
 
     async def load_adapter(self, name: str, directory: str) -> None:
@@ -493,7 +487,7 @@ class EngineClient:
         """
         urls = self.fleet.ready()
         texts = await _gather_all(self._admin(url, api.METRICS, method="GET") for url in urls)
-        return {url: _metrics_of(text.decode()) for url, text in zip(urls, texts)}
+        return {url: api.metrics_of(text.decode()) for url, text in zip(urls, texts)}
 
     async def close(self) -> None:
         await self._http.close()
@@ -505,6 +499,7 @@ class EngineClient:
         """
         async with self.fleet.updating:
             self._asleep, self._sleep_level = {*api.SLEEP_TAGS}, level
+            self._handover.num_aborts += 1
             await self._admin_ready(_sleep_route(level))
 
     async def wake_up(self, tag: str) -> None:
@@ -518,17 +513,25 @@ class EngineClient:
 
         Raises: EngineError if there is one engine and it fails.
         """
-        urls = self.fleet.ready()
+        urls, is_only = self.fleet.ready(), len(self.admin_urls) == 1
         results = await asyncio.gather(*(self._admin(url, path) for url in urls), return_exceptions=True)
         for url, result in zip(urls, results):
-            if isinstance(result, EngineError) and len(self.admin_urls) > 1:
+            if isinstance(result, EngineError) and not is_only:
                 await self.fleet.mark_down(url, str(result))
             elif isinstance(result, BaseException):
                 raise result
 
     async def _all(self, method: str, path: str, body: bytes | None = None) -> list[bytes]:
-        """Make the same call to every engine; if one fails, raise its error after all have answered."""
-        return await _gather_all(self._admin(url, path, body, method) for url in self.fleet.ready())
+        """Make the same call to every engine; an error of one that is still up is raised, after all answers."""
+        urls = self.fleet.ready()
+        calls = (self._admin(url, path, body, method) for url in urls)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for url, answer in zip(urls, answers):
+            if isinstance(answer, BaseException) and not (
+                isinstance(answer, EngineError) and len(urls) > 1 and not self.fleet.is_ready(url)
+            ):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def _admin(self, url: str, path: str, body: bytes | None = None, method: str = "POST") -> bytes:
         try:
@@ -550,20 +553,6 @@ class EngineClient:
 
     async def __aexit__(self, *_: Any) -> None:
         await self.close()
-
-
-def _metrics_of(text: str) -> dict[str, float]:
-    """Metrics in Prometheus' format, summed over labels; those of a `position` also as name/position."""
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        if not line.startswith("#") and "_bucket" not in line:
-            name, _, value = line.rpartition(" ")
-            name, _, labels = name.partition("{")
-            position = labels.partition('position="')[2].partition('"')[0]
-            for key in (name, f"{name}/{position}") if position else (name,):
-                with suppress(ValueError):  # a line of another engine's own kind
-                    found[key] = found.get(key, 0.0) + float(value)
-    return found
 
 
 async def _gather_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:

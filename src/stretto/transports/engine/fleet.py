@@ -7,7 +7,8 @@ version waits for one to come back, and logs that. An engine may join while the 
 loaded the newest version and computes what others do. One that is DRAINED gets neither requests nor weights, until it
 joins again.
 
-The fleet only keeps the states; client.py updates the engines, dispatch.py sends them requests.
+The fleet only keeps the states; client.py updates the engines, dispatch.py sends them requests, handover.py lets
+them leave, routed.py has them on the lists of routers.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class EngineNode:
     """Whether it has joined and was not READY yet: it is proved first."""
     is_suspected: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a connection to it broke, and when it goes down: whoever watches it does not sleep on."""
+    note: str = ""
+    """Its reason while it is READY."""
 
 
 class Fleet:
@@ -93,6 +96,10 @@ class Fleet:
     def ready(self) -> list[str]:
         return [node.url for node in self.nodes.values() if node.state is EngineState.READY]
 
+    def is_ready(self, url: str) -> bool:
+        """Whether this engine is there and READY."""
+        return (node := self.nodes.get(url)) is not None and node.state is EngineState.READY
+
     def group_nodes(self, urls: Iterable[str]) -> None:
         """Record that these addresses are the nodes of one engine."""
         for url in (together := frozenset(urls)):
@@ -103,17 +110,20 @@ class Fleet:
         nodes = {each for url in urls for each in (url, *self.nodes[url].other_nodes)}
         return [url for url in self.ready() if url in nodes]
 
-    def add(self, url: str) -> None:
-        """Let an engine join, or one that is DRAINED join again: it is READY once it has the newest version."""
+    def add(self, url: str, note: str = "") -> None:
+        """Let an engine join, or one that is DRAINED join again: it is READY once it has the newest version.
+
+        note: what is to be said of it even then.
+        """
         if (known := self.nodes.get(url)) is not None and known.state is not EngineState.DRAINED:
             return
         self.drained.discard(url)
-        node = self.nodes[url] = EngineNode(url, EngineState.DOWN, "it joins", is_new=True)
+        node = self.nodes[url] = EngineNode(url, EngineState.DOWN, "it joins", is_new=True, note=note)
         if self._watching is not None:
             self._watching.create_task(self._watch(node), name=f"watch {url}")
 
-    async def drain(self, url: str) -> None:
-        """Send neither requests nor weights to this engine any more; what runs on it goes on.
+    async def drain(self, url: str) -> tuple[str, ...]:
+        """Send neither requests nor weights to this engine any more; what runs on it goes on. Returns all its nodes.
 
         Raises: EngineError if no other engine is up.
         """
@@ -128,6 +138,7 @@ class Fleet:
                 self.generation += 1
         async with self._changed:
             self._changed.notify_all()
+        return together
 
     def forget(self, url: str) -> None:
         """Remove a DRAINED engine."""
@@ -216,7 +227,7 @@ class Fleet:
             self.generation += 1  # calls made meanwhile to the engines that were up did not reach this one
             for each in together:
                 what, down_s = "has joined" if each.is_new else "is back", time.monotonic() - each.since
-                each.state, each.reason, each.since = EngineState.READY, "", time.monotonic()
+                each.state, each.reason, each.since = EngineState.READY, each.note, time.monotonic()
                 each.is_new = False
                 logger.info("engine %s %s after %.1f s", each.url, what, down_s)
         async with self._changed:

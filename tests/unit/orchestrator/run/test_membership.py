@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,10 @@ from stretto.ledger import Ledger
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.run.membership import Membership
 from stretto.transports.engine.client import EngineClient
+from stretto.transports.engine.fleet import EngineState
 
 A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
+ROUTER = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
@@ -76,8 +79,81 @@ def test_after_a_resume_engines_that_had_joined_join_again_and_those_that_had_le
     ledger.close()
 
 
-async def test_an_engine_behind_a_router_is_not_drained() -> None:
-    async with EngineClient(["http://127.0.0.1:9"], [A, B]) as client:
-        with pytest.raises(EngineError, match="take the engine out of its list"):
+def test_an_engine_that_joins_by_another_name_of_this_machine_is_the_one_that_is_there(tmp_path: Path) -> None:
+    run, ledger = RunDir(tmp_path), Ledger(RunDir(tmp_path))
+    run.engines.mkdir()
+    for name, url in (("b", "http://localhost:2"), ("c", "http://127.0.0.2:2")):
+        run.engine_wish(name).write_text(json.dumps({"url": url, "state": "on", "wait_s": 30.0}))
+
+    async def scenario() -> list[str]:
+        async with EngineClient([A, B]) as client, asyncio.TaskGroup() as tasks:
+            parts: Any = SimpleNamespace(run_dir=run, engines=client, ledger=ledger)
+            Membership(parts).update(tasks)
+            await asyncio.sleep(1)
+            return list(client.fleet.nodes)
+
+    assert run_virtual(scenario()) == [A, B, "http://127.0.0.2:2"]
+    ledger.close()
+
+
+class Router:
+    """What `stretto_routers.register.RouterList` is to the fleet; `fault` is raised."""
+
+    def __init__(self, *listed: str, fault: Exception | None = None) -> None:
+        self.listed, self.fault = [*listed], fault
+
+    def engines(self) -> list[str]:
+        if self.fault is not None:
+            raise self.fault
+        return self.listed
+
+    def correct(self, wanted: Mapping[str, bool]) -> None:
+        self.listed = [url for url in self.engines() if wanted.get(url, True)]
+        self.listed += [url for url, is_wanted in wanted.items() if is_wanted and url not in self.listed]
+
+
+def behind(router: Router) -> EngineClient:
+    client = EngineClient([ROUTER], [A, B])
+    client._routed._lists[ROUTER] = router
+    return client
+
+
+async def test_no_engine_leaves_a_router_without_a_list_and_one_that_joins_is_told_so() -> None:
+    async with behind(Router(A, B, fault=EngineError("the router has no list"))) as client:
+        with pytest.raises(EngineError, match=f"has no list: it would go on sending requests to {B}"):
             await client.drain_engine(B, 1.0)
-        assert client.num_ready == 2
+        assert client.fleet.ready() == [A, B]
+        await client.add_engine(C)
+        assert client.fleet.nodes[C].note == "the router has no list: it must find this engine by itself"
+
+
+async def test_a_router_that_does_not_answer_is_waited_for_by_nobody() -> None:
+    async with behind(Router(A, B, fault=OSError("refused"))) as client:
+        for call in (client.drain_engine(B, 1.0), client.add_engine(C)):
+            with pytest.raises(EngineError, match=r"the router .* does not show its list: refused; try again"):
+                await call
+        assert list(client.fleet.nodes) == [A, B] and client.fleet.ready() == [A, B]
+
+
+async def test_a_router_has_an_engine_that_joins_or_leaves_on_its_list_while_it_is_ready() -> None:
+    router = Router(A, B)
+    async with behind(router) as client:
+        routed, fleet = client._routed, client.fleet
+        await client.add_engine(C)
+        await routed.correct()
+        assert router.listed == [A, B]
+        fleet.nodes[C].state = EngineState.READY
+        await routed.correct()
+        assert router.listed == [A, B, C]
+        await fleet.mark_down(C, "killed")
+        await fleet.mark_down(A, "the router finds that out: the launcher starts it anew")
+        await routed.correct()
+        assert router.listed == [A, B]
+        fleet.nodes[A].state = EngineState.READY
+        await client.drain_engine(B, 0.0)  # nobody answers at its address
+        assert router.listed == [A]
+        client.forget_engine(B)
+        router.listed = [A, B]  # it was started anew
+        assert await routed.correct() and router.listed == [A]
+        router.fault = OSError("it ends")
+        assert not await routed.correct()
