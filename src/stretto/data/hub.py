@@ -25,6 +25,8 @@ from stretto.data.values import without_null_columns
 
 logger = logging.getLogger(__name__)
 
+REQUESTS = "huggingface_hub.utils._http"
+"""The logger of the Hub's library to which repeated requests are told."""
 _SOURCE = re.compile(r"(?P<repo>[^:\[\]]+)(?::(?P<config>[^:\[\]]+))?\[(?P<split>.+)\]")
 _REPO = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _SLICED = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>\d*):(?P<stop>\d*)\])?")
@@ -117,7 +119,8 @@ def _open(source: HubSource, setting: str, is_streamed: bool) -> Iterable[dict[s
     # Otherwise a stream imports torch, to subclass its IterableDataset.
     datasets.config.TORCH_AVAILABLE = False
     try:
-        return _load(datasets, source, where, is_streamed)
+        with told_once(where):
+            return _load(datasets, source, where, is_streamed)
     except (ConnectionError, ValueError) as cause:
         if _is_unreachable(cause):
             raise DataError(f"{where}: {_message_of(cause)} {_how_to_fetch(source)}") from cause
@@ -125,6 +128,26 @@ def _open(source: HubSource, setting: str, is_streamed: bool) -> Iterable[dict[s
     except FileNotFoundError as cause:
         advice = "Is the name right? One that is not public needs `hf auth login`, or HF_TOKEN."
         raise DataError(f"{where}: {_message_of(cause)} {advice}") from cause
+
+
+@contextlib.contextmanager
+def told_once(where: str) -> Iterator[None]:
+    """Say once that the Hub is asked again, in place of the two lines that its library prints per attempt."""
+    is_told = False
+
+    def tell(record: logging.LogRecord) -> bool:
+        nonlocal is_told
+        if not is_told:
+            logger.warning("%s: the Hub does not answer; it is asked again for up to half a minute", where)
+        is_told = True
+        return False
+
+    of_requests = logging.getLogger(REQUESTS)
+    of_requests.addFilter(tell)
+    try:
+        yield
+    finally:
+        of_requests.removeFilter(tell)
 
 
 def _load(datasets: Any, source: HubSource, where: str, is_streamed: bool) -> Iterable[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.sections.sft import FileData, LossMaskSection
-from stretto.data.hub import HubSource, parse_source
+from stretto.data.hub import REQUESTS, HubSource, parse_source, told_once
 from stretto.data.records import read_records
 from stretto.envs.dataset import dataset
 from stretto.trainer.batch.sft_data import load_examples
@@ -278,3 +279,13 @@ def test_columns_become_examples_for_sft(local, tmp_path):
         texts(convert=f"{__name__}:broken")
     with pytest.raises(DataError, match=r"must return a record.*NoneType"):
         texts(convert="builtins:print")
+
+
+def test_that_the_hub_is_asked_again_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with told_once("path = 'a/b[train]'"):
+        for attempt in (1, 2):
+            logging.getLogger(REQUESTS).warning("'[Errno -2]' thrown. Retrying in 1s [Retry %d/5].", attempt)
+    [record] = caplog.records
+    assert "a/b[train]" in record.getMessage() and "asked again" in record.getMessage()
+    logging.getLogger(REQUESTS).warning("of something else")
+    assert len(caplog.records) == 2
