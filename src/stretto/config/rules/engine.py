@@ -22,7 +22,7 @@ from stretto.config.sections.engines import (
     RouterSection,
     cache_aware_options,
 )
-from stretto.config.sections.inference import GROUP_KEYS, InferenceSection, misfit
+from stretto.config.sections.inference import GROUP_KEYS, SPECULATIVE, InferenceSection, misfit
 from stretto.config.vllm_names import VLLM_KEYS
 
 PLANNED = (
@@ -37,8 +37,6 @@ PLANNED_FOR_DYNAMO = (
     "kserve-grpc-server",
 )  # fmt: skip
 """Options of Dynamo's frontend that follow from the plan or from `policy`."""
-SPECULATIVE = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-"""Options of vLLM that [inference.speculation] sets."""
 MAX_LOOKUP = 16
 """Equal tokens for which the embedded engine can look."""
 Refusal = Callable[[str], str | None]
@@ -150,18 +148,27 @@ def drafts(s: InferenceSection, at: At) -> Problems:
     size, tp = at(f"{path}.draft_tensor_parallel_size"), at("parallel.tp")
     if section.draft_tensor_parallel_size not in (None, 1, s.parallel.tp):
         yield Problem((size, tp), f"{size} must be 1 or {tp}")
-    if s.engine != "vllm" and not s.vllm_only():
+    if s.chosen_engine(has_gpu=False) == "embedded":
         for key in (low, high):
             if (key.held or 0) > MAX_LOOKUP:
                 yield Problem(key, f"{key}: the embedded engine looks for at most {MAX_LOOKUP} equal tokens; lower it")
-    if s.engine == "vllm":
-        if section.method == "suffix":
-            yield from idle(at, _LOOKUP, "engine", why="vLLM's suffix tree has keys of its own, suffix_decoding_*")
-        for name in ("enable_return_routed_experts", "enable_return_sampling_mask"):
-            if getattr(s, name):
-                key = at(name)
-                what = "what vLLM returns for a token that was drafted has not been checked; leave one of them out"
-                yield Problem((key, at(path)), f"{key} with {at(path).path}: {what}")
+    elif section.method == "suffix":
+        yield from idle(at, _LOOKUP, f"{path}.method", why="vLLM's suffix tree has keys of its own, suffix_decoding_*")
+
+
+def drafts_of_vllm(s: InferenceSection, at: At) -> Problems:
+    """What vLLM does not return while it drafts, wherever it is known to be the engine."""
+    if s.chosen_engine(has_gpu=False) == "vllm":
+        yield from undrafted(s, at)
+
+
+def undrafted(s: InferenceSection, at: At) -> Problems:
+    """What vLLM does not return while it drafts."""
+    for name in ("enable_return_routed_experts", "enable_return_sampling_mask"):
+        if s.drafting_key is not None and getattr(s, name):
+            key, drafting = at(name), at(s.drafting_key)
+            what = "what vLLM returns for a token that was drafted has not been checked; leave one of them out"
+            yield Problem((key, drafting), f"{key} with {drafting.path}: {what}")
 
 
 _LOOKUP = ("speculation.prompt_lookup_min", "speculation.prompt_lookup_max")
@@ -433,6 +440,7 @@ RULES: Rules = {
         vllm_only,
         features,
         drafts,
+        drafts_of_vllm,
         engine_nodes,
         vllm_options,
         side_options,

@@ -109,6 +109,10 @@ class ServedAdaptersSection(Section):
     weights, which rounds it to their type. The embedded engine always computes it."""
 
 
+SPECULATIVE = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+"""Options of vLLM that [inference.speculation] sets."""
+
+
 class SpeculationSection(Section):
     """Present: engines guess the next tokens of a reply and check the guesses in one pass. What is sampled, and with
     which log-probabilities, stays the policy's; a reply only comes sooner. The embedded engine stops guessing while
@@ -310,6 +314,14 @@ class InferenceSection(Section):
         if self.speculation is not None:
             values |= {f"speculation.{key}": value for key, value in self.speculation.vllm_only().items()}
         return {key: value for key, value in values.items() if value is not None}
+
+    @property
+    def drafting_key(self) -> str | None:
+        """The key with which vLLM drafts: this section's, or an option in vllm_extra; None without drafts."""
+        if self.speculation is not None:
+            return "speculation"
+        found = (name for name in self.vllm_extra if name.replace("-", "_") in SPECULATIVE)
+        return next((f"vllm_extra.{name}" for name in found), None)
 
     def chosen_engine(self, *, has_gpu: bool, is_own: bool = True) -> Literal["embedded", "vllm"]:
         """The engine that `auto` means on this machine; is_own: whether the embedded one has the model's family."""
