@@ -65,6 +65,12 @@ def check_nodes(section: InferenceSection, path: str) -> None:
         raise ConfigError("\n".join(problem.sentence for problem in problems))
 
 
+def check_drafts_of_vllm(section: InferenceSection, path: str) -> None:
+    """Raises: ConfigError if vLLM, the engine of the section at a path, drafts and is to return what it cannot then."""
+    if problems := [*undrafted(section, below(section, path))]:
+        raise ConfigError("\n".join(problem.sentence for problem in problems))
+
+
 def check_drafts(cfg: RLConfig, *, is_on_gpu: bool) -> None:
     """Check what does not go with drafts in the engine that `auto` means for this plan.
 
@@ -76,8 +82,8 @@ def check_drafts(cfg: RLConfig, *, is_on_gpu: bool) -> None:
         return
     is_vllm = section.chosen_engine(has_gpu=is_on_gpu) == "vllm"
     if is_vllm:
-        problems = [*undrafted(section, below(section, "inference")), *undrafted_sampling(cfg, below(cfg, ""))]
-        if problems:
+        check_drafts_of_vllm(section, "inference")
+        if problems := [*undrafted_sampling(cfg, below(cfg, ""))]:
             raise ConfigError("\n".join(problem.sentence for problem in problems))
     if cfg.deterministic and (is_vllm or is_on_gpu):
         raise ConfigError(
