@@ -6,9 +6,9 @@ which position. Entries may be out of date or of other tokens with the same hash
 before anything is copied, and a wrong guess costs time, never correctness (speculation.py). So nothing is cleared when
 the weights change: what the version before has written is still likely text.
 
-Two lengths are looked up. Long runs of tokens (`most`) are found in all sequences of the same adapter: siblings, earlier
-turns, other tasks. Short ones (`least`) are found only among those of the same prompt too, and in the prompt. Adapters
-are users of a service: one must not learn what another was answered from how fast a reply comes.
+Two lengths are looked up. Long runs of tokens (`most`) are found in all sequences of the same adapter: siblings,
+earlier turns, other tasks. Short ones (`least`) are found only among those of the same prompt too, and in the prompt.
+Adapters are users of a service: how fast a reply comes must not tell one what another was answered.
 """
 
 from __future__ import annotations
