@@ -115,15 +115,20 @@ def vllm_options(s: InferenceSection, at: At) -> Problems:
     def refuse(name: str) -> str | None:
         if name in PLANNED and max(shape.num_processes, shape.num_nodes) > 1:
             return "follows from inference.deployment where there are several engines or nodes"
-        if name in SPECULATIVE and s.speculation is not None:
-            return f"says how to draft, and so does {at('speculation').path}"
-        is_kv = name == "kv_transfer_config" and shape.type == "disaggregated"
-        return "is set by stretto: caches of a disaggregated deployment travel by NIXL" if is_kv else None
+        if name == "kv_transfer_config" and shape.type == "disaggregated":
+            return "is set by stretto: caches of a disaggregated deployment travel by NIXL"
+        return second_draft(name, at)
 
     yield from refused_options(at, "vllm_extra", s.vllm_extra, VLLM_KEYS, refuse)
 
 
 # -- drafts --
+
+
+def second_draft(name: str, at: At) -> str | None:
+    """Why an option of vLLM's that says how to draft cannot be set; None if it can, and for other options."""
+    is_second = name in SPECULATIVE and at.section.speculation is not None
+    return f"says how to draft, and so does {at('speculation').path}" if is_second else None
 
 
 def drafts(s: InferenceSection, at: At) -> Problems:
@@ -182,7 +187,7 @@ def side_options(s: InferenceSection, at: At) -> Problems:
     """Options of one side of a disaggregated deployment, in which the sides may differ."""
     is_same = lambda name: "." in VLLM_KEYS.get(name, "") or name in (*PLANNED, "kv_transfer_config")
     rule = "is the same on both sides, or follows from the deployment"
-    refuse = lambda name: rule if is_same(name) else None
+    refuse = lambda name: rule if is_same(name) else second_draft(name, at)
     for side in ("prefill", "decode") if s.deployment.type == "disaggregated" else ():
         path, keys = f"deployment.{side}_vllm_overrides", {"tensor_parallel_size": f"deployment.{side}_tp"}
         yield from refused_options(at, path, value_of(s, path), keys, refuse)
@@ -209,7 +214,7 @@ def _overrides(group: EngineGroup, path: str, at: At) -> Problems:
             yield Problem(key, f"{key}: {rule}")
     is_same = lambda name: name in (*VLLM_KEYS, *InferenceSection.model_fields, *PLANNED)
     rule = "is the same for all engines, or follows from the deployment"
-    refuse = lambda name: rule if is_same(name) else None
+    refuse = lambda name: rule if is_same(name) else second_draft(name, at)
     yield from refused_options(at, f"{path}.overrides", options, {"tensor_parallel_size": f"{path}.tp"}, refuse)
 
 

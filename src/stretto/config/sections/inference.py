@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from stretto.config.section import Section
 from stretto.config.sections.engines import (
+    Disaggregated,
     EngineGroup,
     EngineGroups,
     InferenceDeployment,
@@ -317,11 +318,17 @@ class InferenceSection(Section):
 
     @property
     def drafting_key(self) -> str | None:
-        """The key with which vLLM drafts: this section's, or an option in vllm_extra; None without drafts."""
+        """The key with which engines draft: this section's, or an option of vLLM; None without drafts."""
         if self.speculation is not None:
             return "speculation"
-        found = (name for name in self.vllm_extra if name.replace("-", "_") in SPECULATIVE)
-        return next((f"vllm_extra.{name}" for name in found), None)
+        tables, shape = {"vllm_extra": self.vllm_extra}, self.deployment
+        if isinstance(shape, EngineGroups):
+            tables |= {f"deployment.groups.{i}.overrides": group.overrides for i, group in enumerate(shape.groups)}
+        elif isinstance(shape, Disaggregated):
+            sides = ("prefill_vllm_overrides", "decode_vllm_overrides")
+            tables |= {f"deployment.{side}": getattr(shape, side) for side in sides}
+        found = ((path, name) for path, table in tables.items() for name in table)
+        return next((f"{path}.{name}" for path, name in found if name.replace("-", "_") in SPECULATIVE), None)
 
     def chosen_engine(self, *, has_gpu: bool, is_own: bool = True) -> Literal["embedded", "vllm"]:
         """The engine that `auto` means on this machine; is_own: whether the embedded one has the model's family."""
