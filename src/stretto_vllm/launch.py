@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from stretto.base import keeper
 from stretto.base.errors import ConfigError, EngineError
+from stretto.check.devices import check_drafts_of_vllm
 from stretto.check.vllm_models import ServedModel
 from stretto.config.flags.table import option_of
 from stretto.config.sections.engines import STORE_VARIABLE
@@ -35,6 +36,7 @@ from stretto_vllm.peers import HeadlessNode, Peers
 
 if TYPE_CHECKING:
     from stretto.config.root import InferenceConfig
+    from stretto.config.sections.inference import InferenceSection
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,17 @@ def check_plugins() -> None:
             )
 
 
+def check_drafts(section: InferenceSection) -> None:
+    """Raises: ConfigError for drafts whose package is missing, or with what vLLM does not return while it drafts."""
+    check_drafts_of_vllm(section, "inference")
+    drafts = section.speculation
+    if drafts is not None and drafts.method == "suffix" and find_spec("arctic_inference") is None:
+        raise ConfigError(
+            'inference.speculation.method = "suffix" needs the package arctic-inference in vLLM, and it is not '
+            'installed: run `pip install arctic-inference`, or set method = "ngram"'
+        )
+
+
 def main(cfg: InferenceConfig, directory: Path) -> int:
     """Serve until SIGTERM (0), or until the engine fails (1).
 
@@ -90,6 +103,7 @@ def main(cfg: InferenceConfig, directory: Path) -> int:
 
     version, _ = installed_version()
     check_plugins()
+    check_drafts(cfg)
     descendants = keeper.Descendants()  # vLLM's processes do not all end with this one
     is_cpu = cfg.device == "cpu" or not torch.cuda.is_available()
     command = build_command(cfg, directory, is_cpu=is_cpu)

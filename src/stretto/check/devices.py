@@ -12,7 +12,8 @@ from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.check.vllm_models import CPU_BLOCK_SIZE
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules.engine import engine_nodes
+from stretto.config.rules.engine import engine_nodes, undrafted
+from stretto.config.rules.machines import undrafted_sampling
 from stretto.config.rules.rule import below
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection
@@ -62,6 +63,33 @@ def check_nodes(section: InferenceSection, path: str) -> None:
     """
     if problems := [*engine_nodes(section, below(section, path))]:
         raise ConfigError("\n".join(problem.sentence for problem in problems))
+
+
+def check_drafts_of_vllm(section: InferenceSection, path: str) -> None:
+    """Raises: ConfigError if vLLM, the engine of the section at a path, drafts and is to return what it cannot then."""
+    if problems := [*undrafted(section, below(section, path))]:
+        raise ConfigError("\n".join(problem.sentence for problem in problems))
+
+
+def check_drafts(cfg: RLConfig, *, is_on_gpu: bool) -> None:
+    """Check what does not go with drafts in the engine that `auto` means for this plan.
+
+    Raises: ConfigError if vLLM drafts, and is to return or to sample what it cannot then; or if a deterministic run
+    would get other bits from drafts, whose lengths follow the clock.
+    """
+    section = cfg.inference
+    if section is None or section.drafting_key is None:
+        return
+    is_vllm = section.chosen_engine(has_gpu=is_on_gpu) == "vllm"
+    if is_vllm:
+        check_drafts_of_vllm(section, "inference")
+        if problems := [*undrafted_sampling(cfg, below(cfg, ""))]:
+            raise ConfigError("\n".join(problem.sentence for problem in problems))
+    if cfg.deterministic and (is_vllm or is_on_gpu):
+        raise ConfigError(
+            f"[inference.{section.drafting_key}] with deterministic = true: only the embedded engine on a CPU gives "
+            "the same bits with drafts and without; leave one of them out"
+        )
 
 
 def check_trained_on_cpu(model: ModelSection, path: str, counts: str | None = None) -> None:

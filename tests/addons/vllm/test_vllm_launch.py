@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from stretto.base.errors import ConfigError
 from stretto.config.root import InferenceConfig
 from stretto.config.sections.engines import STORE_VARIABLE
 from stretto.transports.weights import store
@@ -49,3 +50,15 @@ def test_an_address_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(store, "find_address", lambda host: host)
     launch._set_own_address(InferenceConfig(model="m", server={"host": "10.0.0.2"}))
     assert os.environ[OWN_ADDRESS_VAR] == "10.9.9.9"
+
+
+def test_drafts_that_vllm_cannot_make_are_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    launch.check_drafts(InferenceConfig(model="m", speculation={"method": "ngram"}))
+    with pytest.raises(ConfigError, match="needs the package arctic-inference"):
+        launch.check_drafts(InferenceConfig(model="m", speculation={}))
+    masks = InferenceConfig(model="m", speculation={"method": "ngram"}, enable_return_sampling_mask=True)
+    with pytest.raises(ConfigError, match="enable_return_sampling_mask = true with inference"):
+        launch.check_drafts(masks)
+    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    launch.check_drafts(InferenceConfig(model="m", speculation={}))

@@ -70,6 +70,29 @@ WRONG = {
         'engine = "vllm"\nenable_return_sampling_mask = true\n[speculation]\nmethod = "ngram"',
         "leave one of them out",
     ),
+    "masks of tokens that were drafted by the vLLM that a key asks for": (
+        'enable_return_sampling_mask = true\n[speculation]\nmethod = "mtp"',
+        "enable_return_sampling_mask = true with speculation: what vLLM returns for a token that was drafted",
+    ),
+    "experts of tokens that vLLM's own option drafts": (
+        'enable_return_routed_experts = true\n[vllm_extra]\nspeculative_config = { method = "ngram" }',
+        "enable_return_routed_experts = true with vllm_extra.speculative_config: what vLLM returns",
+    ),
+    "masks of tokens that one group drafts": (
+        'enable_return_sampling_mask = true\n[deployment]\ntype = "groups"\n[[deployment.groups]]\nnum_engines = 1\n'
+        "overrides = { speculative-config = '{}' }",
+        "with deployment.groups.0.overrides.speculative-config: what vLLM returns",
+    ),
+    "drafts that one group has otherwise": (
+        '[speculation]\nmethod = "ngram"\n[deployment]\ntype = "groups"\n[[deployment.groups]]\nnum_engines = 1\n'
+        "overrides = { speculative_config = '{}' }",
+        "says how to draft, and so does speculation",
+    ),
+    "drafts that one side has otherwise": (
+        '[speculation]\nmethod = "ngram"\n[deployment]\ntype = "disaggregated"\n'
+        "[deployment.decode_vllm_overrides]\nspeculative_config = '{}'",
+        "says how to draft, and so does speculation",
+    ),
     # options of vLLM
     "an option vLLM has not": ("[vllm_extra]\nmax_modle_len = 2", "did you mean --max-model-len"),
     "a switch with a number": ("[vllm_extra]\nheadless = 3", "--headless is a switch and takes true or false"),

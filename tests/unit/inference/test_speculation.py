@@ -11,6 +11,8 @@ from engine_runs import ask, audit, bits, build_core, build_model, prompt, run, 
 from stretto.config.sections.model import ScratchSection
 from stretto.families.table import VISION_FAMILIES
 from stretto.inference.embedded.core import EngineCore
+from stretto.inference.embedded.drafts import DraftIndex
+from stretto.inference.embedded.slots import SequenceSlots
 from stretto.inference.embedded.speculation import Pace, PaceState, SpeculationSettings
 from stretto.inference.text import TokenWatcher
 from stretto.models.hub import export_tensors
@@ -205,3 +207,24 @@ def test_stop_texts_end_in_the_middle_of_a_draft():
         ends.append([[(bits(c), c.finish_reason, c.stop_reason) for c in r.completions] for r in requests])
     assert ends[0] == ends[1]
     assert any(stop is not None for request in ends[0] for _, _, stop in request)
+
+
+def found_by(method: str, adapters: tuple[int, int], prompts: tuple[int, int]) -> int:
+    """How many tokens a sequence copies from another one that has the same reply: 30 tokens, of which it has 10."""
+    slots = SequenceSlots(2, 64, 16)
+    slots.tokens[:, 0] = prompts
+    slots.tokens[:, 1:31] = np.arange(100, 130)
+    slots.num_prompt[:], slots.num_tokens[:], slots.order[:], slots.adapter[:] = 1, (31, 11), (1, 2), adapters
+    index = DraftIndex(slots, method, least=3, most=8)
+    index.update(np.array([0]))
+    index.update(np.array([1]))
+    guesses = index.find(np.array([1]))
+    return int(index.write(guesses, np.full(len(guesses.slots), 5)).sum())
+
+
+@pytest.mark.parametrize("prompts", [(7, 7), (7, 8)])
+def test_a_sequence_copies_from_others_of_its_own_adapter_only(prompts):
+    """Adapters are users of a service: how fast a reply comes must not tell one what another was answered."""
+    assert found_by("suffix", (0, 0), prompts) == found_by("suffix", (3, 3), prompts) == 5
+    assert found_by("suffix", (3, 4), prompts) == found_by("suffix", (0, 4), prompts) == 0
+    assert found_by("ngram", (0, 0), prompts) == 0

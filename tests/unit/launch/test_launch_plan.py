@@ -18,6 +18,7 @@ from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.status import SUPERVISED_VAR
+from stretto.check.devices import check_drafts
 from stretto.config.load import PARTS, dump, load, shown_text
 from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.config.sections.model import ModelSection, why_unshared
@@ -160,6 +161,36 @@ def test_vllm_does_not_draft_with_min_p(config) -> None:
     with pytest.raises(ConfigError, match="vLLM does not sample with it while it drafts"):
         config("--inference.engine", "vllm", "--inference.speculation.method", "ngram",
                "--orchestrator.eval.sampling.min-p", "0.1")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        ["--inference.speculation.method", "mtp"],
+        ["--inference.vllm-extra", '{"speculative_config": {"method": "mtp"}}'],
+    ],
+)
+def test_what_drafts_ask_of_vllm_holds_where_the_engine_is_chosen_by_a_key(config, drafts) -> None:
+    with pytest.raises(ConfigError, match="vLLM does not sample with it while it drafts"):
+        config(*drafts, "--orchestrator.eval.sampling.min-p", "0.1")
+    with pytest.raises(
+        ConfigError, match=r"inference.enable_return_sampling_mask = true with inference.\S+: what vLLM"
+    ):
+        config(*drafts, "--inference.enable-return-sampling-mask")
+    with pytest.raises(ConfigError, match=r"\[inference.\S+\] with deterministic = true"):
+        planned(config(*drafts, "--deterministic"))
+
+
+def test_what_drafts_ask_of_vllm_holds_where_a_gpu_makes_it_the_engine(config, monkeypatch) -> None:
+    monkeypatch.setattr("stretto.config.sections.inference.find_spec", lambda name: name)
+    masks = config("--inference.speculation.method", "ngram", "--inference.enable-return-sampling-mask")
+    check_drafts(masks, is_on_gpu=False)
+    with pytest.raises(ConfigError, match=r"inference.enable_return_sampling_mask = true with inference.speculation"):
+        check_drafts(masks, is_on_gpu=True)
+    likely = config("--inference.speculation.method", "ngram", "--orchestrator.eval.sampling.min-p", "0.1")
+    check_drafts(likely, is_on_gpu=False)
+    with pytest.raises(ConfigError, match="vLLM does not sample with it while it drafts"):
+        check_drafts(likely, is_on_gpu=True)
 
 
 def test_what_vllm_cannot_fix_is_said_with_its_own_switch(config) -> None:

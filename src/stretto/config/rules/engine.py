@@ -22,7 +22,7 @@ from stretto.config.sections.engines import (
     RouterSection,
     cache_aware_options,
 )
-from stretto.config.sections.inference import GROUP_KEYS, InferenceSection, misfit
+from stretto.config.sections.inference import GROUP_KEYS, SPECULATIVE, InferenceSection, misfit
 from stretto.config.vllm_names import VLLM_KEYS
 
 PLANNED = (
@@ -37,8 +37,6 @@ PLANNED_FOR_DYNAMO = (
     "kserve-grpc-server",
 )  # fmt: skip
 """Options of Dynamo's frontend that follow from the plan or from `policy`."""
-SPECULATIVE = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-"""Options of vLLM that [inference.speculation] sets."""
 MAX_LOOKUP = 16
 """Equal tokens for which the embedded engine can look."""
 Refusal = Callable[[str], str | None]
@@ -117,15 +115,20 @@ def vllm_options(s: InferenceSection, at: At) -> Problems:
     def refuse(name: str) -> str | None:
         if name in PLANNED and max(shape.num_processes, shape.num_nodes) > 1:
             return "follows from inference.deployment where there are several engines or nodes"
-        if name in SPECULATIVE and s.speculation is not None:
-            return f"says how to draft, and so does {at('speculation').path}"
-        is_kv = name == "kv_transfer_config" and shape.type == "disaggregated"
-        return "is set by stretto: caches of a disaggregated deployment travel by NIXL" if is_kv else None
+        if name == "kv_transfer_config" and shape.type == "disaggregated":
+            return "is set by stretto: caches of a disaggregated deployment travel by NIXL"
+        return second_draft(name, at)
 
     yield from refused_options(at, "vllm_extra", s.vllm_extra, VLLM_KEYS, refuse)
 
 
 # -- drafts --
+
+
+def second_draft(name: str, at: At) -> str | None:
+    """Why an option of vLLM's that says how to draft cannot be set; None if it can, and for other options."""
+    is_second = name in SPECULATIVE and at.section.speculation is not None
+    return f"says how to draft, and so does {at('speculation').path}" if is_second else None
 
 
 def drafts(s: InferenceSection, at: At) -> Problems:
@@ -150,18 +153,27 @@ def drafts(s: InferenceSection, at: At) -> Problems:
     size, tp = at(f"{path}.draft_tensor_parallel_size"), at("parallel.tp")
     if section.draft_tensor_parallel_size not in (None, 1, s.parallel.tp):
         yield Problem((size, tp), f"{size} must be 1 or {tp}")
-    if s.engine != "vllm" and not s.vllm_only():
+    if s.chosen_engine(has_gpu=False) == "embedded":
         for key in (low, high):
             if (key.held or 0) > MAX_LOOKUP:
                 yield Problem(key, f"{key}: the embedded engine looks for at most {MAX_LOOKUP} equal tokens; lower it")
-    if s.engine == "vllm":
-        if section.method == "suffix":
-            yield from idle(at, _LOOKUP, "engine", why="vLLM's suffix tree has keys of its own, suffix_decoding_*")
-        for name in ("enable_return_routed_experts", "enable_return_sampling_mask"):
-            if getattr(s, name):
-                key = at(name)
-                what = "what vLLM returns for a token that was drafted has not been checked; leave one of them out"
-                yield Problem((key, at(path)), f"{key} with {at(path).path}: {what}")
+    elif section.method == "suffix":
+        yield from idle(at, _LOOKUP, f"{path}.method", why="vLLM's suffix tree has keys of its own, suffix_decoding_*")
+
+
+def drafts_of_vllm(s: InferenceSection, at: At) -> Problems:
+    """What vLLM does not return while it drafts, wherever it is known to be the engine."""
+    if s.chosen_engine(has_gpu=False) == "vllm":
+        yield from undrafted(s, at)
+
+
+def undrafted(s: InferenceSection, at: At) -> Problems:
+    """What vLLM does not return while it drafts."""
+    for name in ("enable_return_routed_experts", "enable_return_sampling_mask"):
+        if s.drafting_key is not None and getattr(s, name):
+            key, drafting = at(name), at(s.drafting_key)
+            what = "what vLLM returns for a token that was drafted has not been checked; leave one of them out"
+            yield Problem((key, drafting), f"{key} with {drafting.path}: {what}")
 
 
 _LOOKUP = ("speculation.prompt_lookup_min", "speculation.prompt_lookup_max")
@@ -175,7 +187,7 @@ def side_options(s: InferenceSection, at: At) -> Problems:
     """Options of one side of a disaggregated deployment, in which the sides may differ."""
     is_same = lambda name: "." in VLLM_KEYS.get(name, "") or name in (*PLANNED, "kv_transfer_config")
     rule = "is the same on both sides, or follows from the deployment"
-    refuse = lambda name: rule if is_same(name) else None
+    refuse = lambda name: rule if is_same(name) else second_draft(name, at)
     for side in ("prefill", "decode") if s.deployment.type == "disaggregated" else ():
         path, keys = f"deployment.{side}_vllm_overrides", {"tensor_parallel_size": f"deployment.{side}_tp"}
         yield from refused_options(at, path, value_of(s, path), keys, refuse)
@@ -202,7 +214,7 @@ def _overrides(group: EngineGroup, path: str, at: At) -> Problems:
             yield Problem(key, f"{key}: {rule}")
     is_same = lambda name: name in (*VLLM_KEYS, *InferenceSection.model_fields, *PLANNED)
     rule = "is the same for all engines, or follows from the deployment"
-    refuse = lambda name: rule if is_same(name) else None
+    refuse = lambda name: rule if is_same(name) else second_draft(name, at)
     yield from refused_options(at, f"{path}.overrides", options, {"tensor_parallel_size": f"{path}.tp"}, refuse)
 
 
@@ -433,6 +445,7 @@ RULES: Rules = {
         vllm_only,
         features,
         drafts,
+        drafts_of_vllm,
         engine_nodes,
         vllm_options,
         side_options,

@@ -493,17 +493,25 @@ def policy_adapter(c: RLConfig, at: At) -> Problems:
 
 
 def drafted_sampling(c: RLConfig, at: At) -> Problems:
-    """vLLM does not sample with min_p or logit_bias while it drafts."""
-    s = c.inference
-    if s is None or s.speculation is None or s.engine != "vllm":
+    """vLLM does not sample with min_p or logit_bias while it drafts; wherever it is known to be the engine."""
+    if c.inference is not None and c.inference.chosen_engine(has_gpu=False) == "vllm":
+        yield from undrafted_sampling(c, at)
+
+
+def undrafted_sampling(c: RLConfig, at: At) -> Problems:
+    """Ways to sample that vLLM does not have while it drafts."""
+    if c.inference is None or c.inference.drafting_key is None:
         return
+    drafting = at(f"inference.{c.inference.drafting_key}")
+    evals = () if c.orchestrator.eval is None else c.orchestrator.eval.env
     envs = [f"orchestrator.env.{i}" for i in range(len(c.orchestrator.env))]
+    envs += [f"orchestrator.eval.env.{i}" for i in range(len(evals))]
     for path in ("orchestrator.train", "orchestrator.eval", *envs):
         for name in ("min_p", "logit_bias"):
             key = at(f"{path}.sampling.{name}")
             if key.held:
                 what = "vLLM does not sample with it while it drafts; leave one of them out"
-                yield Problem((key, at("inference.speculation")), f"{key} with inference.speculation: {what}")
+                yield Problem((key, drafting), f"{key} with {drafting.path}: {what}")
 
 
 RULES: Rules = {

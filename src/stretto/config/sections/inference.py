@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from stretto.config.section import Section
 from stretto.config.sections.engines import (
+    Disaggregated,
     EngineGroup,
     EngineGroups,
     InferenceDeployment,
@@ -107,6 +108,10 @@ class ServedAdaptersSection(Section):
     compute_policy: bool = False
     """Let vLLM's LoRA kernels compute the adapter of [model.lora] beside the weights. False: vLLM merges it into the
     weights, which rounds it to their type. The embedded engine always computes it."""
+
+
+SPECULATIVE = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+"""Options of vLLM that [inference.speculation] sets."""
 
 
 class SpeculationSection(Section):
@@ -310,6 +315,20 @@ class InferenceSection(Section):
         if self.speculation is not None:
             values |= {f"speculation.{key}": value for key, value in self.speculation.vllm_only().items()}
         return {key: value for key, value in values.items() if value is not None}
+
+    @property
+    def drafting_key(self) -> str | None:
+        """The key with which engines draft: this section's, or an option of vLLM; None without drafts."""
+        if self.speculation is not None:
+            return "speculation"
+        tables, shape = {"vllm_extra": self.vllm_extra}, self.deployment
+        if isinstance(shape, EngineGroups):
+            tables |= {f"deployment.groups.{i}.overrides": group.overrides for i, group in enumerate(shape.groups)}
+        elif isinstance(shape, Disaggregated):
+            sides = ("prefill_vllm_overrides", "decode_vllm_overrides")
+            tables |= {f"deployment.{side}": getattr(shape, side) for side in sides}
+        found = ((path, name) for path, table in tables.items() for name in table)
+        return next((f"{path}.{name}" for path, name in found if name.replace("-", "_") in SPECULATIVE), None)
 
     def chosen_engine(self, *, has_gpu: bool, is_own: bool = True) -> Literal["embedded", "vllm"]:
         """The engine that `auto` means on this machine; is_own: whether the embedded one has the model's family."""

@@ -6,8 +6,9 @@ which position. Entries may be out of date or of other tokens with the same hash
 before anything is copied, and a wrong guess costs time, never correctness (speculation.py). So nothing is cleared when
 the weights change: what the version before has written is still likely text.
 
-Two lengths are looked up. Long runs of tokens (`most`) are found in all sequences: siblings, earlier turns, other
-tasks. Short ones (`least`) are found only among sequences of the same prompt, and in the prompt.
+Two lengths are looked up. Long runs of tokens (`most`) are found in all sequences of the same adapter: siblings,
+earlier turns, other tasks. Short ones (`least`) are found only among those of the same prompt too, and in the prompt.
+Adapters are users of a service: how fast a reply comes must not tell one what another was answered.
 """
 
 from __future__ import annotations
@@ -141,8 +142,9 @@ class DraftIndex:
             self._salts[slot] = order + 1
             self._num_indexed[slot] = 0
             return
-        key = blake2b(slots.tokens[slot, :num_prompt].tobytes(), digest_size=8).digest()
-        self._salts[slot] = 0
+        adapter = int(slots.adapter[slot])
+        key = blake2b(slots.tokens[slot, :num_prompt].tobytes(), digest_size=8, key=b"%d" % adapter).digest()
+        self._salts[slot] = adapter
         self._salts[slot, -1] = int.from_bytes(key)
         # The prompt of a group is indexed once, as long as the first slot has it.
         first = self._prompts.get(key)

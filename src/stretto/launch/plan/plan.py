@@ -20,7 +20,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.secret import Secret
-from stretto.check.devices import check_devices
+from stretto.check.devices import check_devices, check_drafts
 from stretto.config.load import dump, write_json
 from stretto.config.root import EvalConfig, RLConfig
 from stretto.config.section import Section
@@ -187,18 +187,6 @@ def clock_notes(cfg: RLConfig) -> Iterator[str]:
         yield (
             "deterministic fixes what is asked of vLLM, and when; its numbers are those of a batch of requests unless "
             'inference.env_vars = { VLLM_BATCH_INVARIANT = "1" }, on GPUs that have such kernels'
-        )
-
-
-def check_drafts(cfg: RLConfig, *, is_on_gpu: bool) -> None:
-    """Raises: ConfigError if a deterministic run would get other bits from drafts, whose lengths follow the clock."""
-    section = cfg.inference
-    if not cfg.deterministic or section is None or section.speculation is None:
-        return
-    if section.engine == "vllm" or is_on_gpu:
-        raise ConfigError(
-            "[inference.speculation] with deterministic = true: only the embedded engine on a CPU gives the same bits "
-            "with drafts and without; leave one of them out"
         )
 
 

@@ -193,7 +193,7 @@ class BatchShipper:
             metrics = await engine_metrics(self.parts.engines)
             self._gauges = {ours: metrics[name] for name, ours in ENGINE_METRICS.items() if name in metrics}
             self._gauges |= speculation_metrics(self._engine_totals, metrics)
-            self._engine_totals = metrics
+            self._engine_totals = metrics or self._engine_totals
         return self._gauges
 
     def _build_row(self, groups: Sequence[Group], unused: Sequence[Group], staleness: Sequence[int]) -> StepRow:
@@ -251,13 +251,18 @@ async def engine_loads(engines: EngineClient) -> dict[str, list[float | None]]:
 
 
 def speculation_metrics(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """What became of drafts between two readings of the engines' metrics; empty if engines do not draft."""
+    """What became of drafts between two readings of the engines' metrics.
+
+    Empty if engines do not draft, and if one has left or begun anew: the totals have lost its counts.
+    """
     prefix, at = "vllm:spec_decode_", "num_accepted_tokens_per_pos_total/"
     grown = {
-        name.removeprefix(prefix): max(value - before.get(name, 0.0), 0.0)
+        name.removeprefix(prefix): value - before.get(name, 0.0)
         for name, value in now.items()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and not name.endswith("_created")
     }
+    if any(value < 0 for value in grown.values()):
+        return {}
     found = {}
     if passes := grown.get("num_passes_total"):
         found["speculation/on_share"] = grown.get("num_passes_on_total", 0.0) / passes
