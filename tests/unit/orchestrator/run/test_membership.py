@@ -224,3 +224,20 @@ def test_after_a_resume_an_engine_that_had_left_is_on_the_list_of_its_router_aga
     asyncio.run(asyncio.wait_for(scenario(), 60))
     assert router.listed == [A, B] and asked == [(B, True)]
     ledger.close()
+
+
+async def test_an_engine_behind_a_router_that_fails_to_answer_once_still_ends_its_replies() -> None:
+    answers: list[float | Exception] = [2.0, EngineError("HTTP 503"), 2.0, 0.0, 0.0, *[EngineError("refused")] * 9]
+
+    async def num_requests(url: str) -> float:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    async with behind(Router(A, B, C)) as client:
+        client._handover.num_requests = num_requests  # type: ignore[method-assign]
+        await client.drain_engine(B, 30.0)
+        assert len(answers) == 9  # idle, asked twice
+        await client.add_engine(B)
+        await client.drain_engine(B, 30.0)
+        assert len(answers) == 6  # it is gone
