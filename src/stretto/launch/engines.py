@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -95,7 +95,10 @@ def engines(words: list[str]) -> int:
     if not urls:
         raise ConfigError(f"stretto engines {options.what} RUN URL ...: give the address of an engine")
     known = fleet_of(run)["engines"]
-    urls = list(dict.fromkeys(next((each for each in known if is_same_server(each, url)), url) for url in urls))
+    named: dict[str, None] = {}
+    for url in urls:
+        named.setdefault(_name_in([*known, *named], url))
+    urls = list(named)
     if options.what != "add" and (missing := [url for url in urls if url not in known]):
         raise ConfigError(f"{missing[0]} is no engine of {run}; it has {', '.join(known) or 'none'}")
     return _ask(run, WISHES[options.what], urls, options.wait, options.timeout)
@@ -195,7 +198,8 @@ def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: flo
     while left:
         fleet = fleet_of(run)
         for url in list(left):
-            node, refusal = fleet["engines"].get(url), fleet["refused"].get(url)
+            # It may have joined by another name meanwhile.
+            node, refusal = (fleet[key].get(_name_in(fleet[key], url)) for key in ("engines", "refused"))
             if refusal is not None and fleet["id"] > newest:
                 sys.stderr.write(f"error: {url}: {refusal}\n")
                 code = 1
@@ -216,6 +220,11 @@ def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: flo
             return 1
         time.sleep(POLL_S if left else 0)
     return code
+
+
+def _name_in(names: Collection[str], url: str) -> str:
+    """Which of these addresses is this engine; the address itself if none is."""
+    return url if url in names else next((each for each in names if is_same_server(each, url)), url)
 
 
 def fleet_of(run: RunDir) -> dict[str, Any]:

@@ -183,3 +183,19 @@ def test_the_manifest_of_engines_in_pods_says_what_the_verb_and_the_chart_know(t
     assert names["VLLM_API_KEY"] == {"secretKeyRef": {"name": "my-exp-run-secret", "key": "secret"}}
     assert pod["spec"]["volumes"][0]["persistentVolumeClaim"] == {"claimName": "my-exp-shared-data"}
     assert run.startswith(f"{container['volumeMounts'][0]['mountPath']}/outputs/")
+
+
+@pytest.mark.parametrize("urls", [["http://127.0.0.1:7", "http://localhost:7"], ["http://localhost:7"]])
+def test_an_engine_that_has_joined_by_another_name_has_joined(run: RunDir, urls: list[str]) -> None:
+    def answer() -> None:
+        while not run.engines.exists() or not list(run.engines.glob("*.json")):
+            time.sleep(0.01)
+        ledger = Ledger(run)
+        ledger.event("fleet", {"engines": {"http://127.0.0.1:7": {"state": "ready", "reason": ""}}, "refused": {}})
+        ledger.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert engines(["add", str(run), *urls, "--timeout", "10"]) == 0
+    thread.join()
+    assert len(list(run.engines.iterdir())) == 1

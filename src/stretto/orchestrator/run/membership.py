@@ -31,7 +31,8 @@ class Membership:
     def __init__(self, run: RunParts) -> None:
         self._run, self._engines = run, run.engines
         old = [wish for wish in _wishes(run.run_dir.engines) if wish["state"] != "on"]
-        self._applied: dict[str, Any] = {wish["url"]: wish for wish in old}  # those engines were started anew since
+        self._applied: dict[str, Any] = {wish["url"]: wish for wish in old}  # those engines are there again
+        self._returning = [wish["url"] for wish in old]
         self._refused: dict[str, str] = {}
         self._recorded: dict[str, Any] = {}
         self._applying: dict[str, asyncio.Task[None]] = {}
@@ -40,8 +41,12 @@ class Membership:
         """Apply each new wish, in a task of the group, and record how the fleet has changed.
 
         A wish replaces an older one for its address, also one that is being applied. Engines that had joined join
-        again after a resume.
+        again after a resume, and routers get those of the config that had left.
         """
+        nodes = self._engines.fleet.nodes
+        for url in {self._name_of(url) for url in self._returning} & nodes.keys():
+            tasks.create_task(self._take_back(url), name=f"engine {url}")
+        self._returning = []
         for wish in _wishes(self._run.run_dir.engines):
             if self._applied.get(wish["url"]) != wish:
                 self._applied[wish["url"]] = wish
@@ -53,8 +58,18 @@ class Membership:
         self._record()
 
     def _name_of(self, url: str) -> str:
-        """The address under which the fleet has this engine, which may have been started with another name."""
-        return next((known for known in self._engines.fleet.nodes if is_same_server(known, url)), url)
+        """The address under which the fleet has this engine, or will have it: it may have another name here."""
+        names = [*self._engines.fleet.nodes, *filter(self._is_applying, self._applying)]
+        return url if url in names else next((known for known in names if is_same_server(known, url)), url)
+
+    def _is_applying(self, url: str) -> bool:
+        return (task := self._applying.get(url)) is not None and not task.done()
+
+    async def _take_back(self, url: str) -> None:
+        try:
+            await self._engines.take_back_engine(url)
+        except EngineError as error:
+            logger.warning("engine %s, which had left, may get no requests: %s", url, error)
 
     async def _apply(self, url: str, wish: dict[str, Any]) -> None:
         nodes = self._engines.fleet.nodes
@@ -73,7 +88,9 @@ class Membership:
 
     def _record(self) -> None:
         def shown(node: EngineNode) -> dict[str, Any]:
-            is_leaving = node.state is EngineState.DRAINED and bool(node.requests)
+            # Behind a router the fleet does not know what the engine plays: it leaves until its wish is applied.
+            is_busy = bool(node.requests) or self._is_applying(node.url)
+            is_leaving = node.state is EngineState.DRAINED and is_busy
             return {"state": "leaving" if is_leaving else node.state.value, "reason": node.reason}
 
         engines = {url: shown(node) for url, node in self._engines.fleet.nodes.items()}

@@ -243,6 +243,15 @@ class EngineClient:
         """
         await self._handover.drain(_root(url), wait_s)
 
+    async def take_back_engine(self, url: str) -> None:
+        """Have routers send requests again to an engine of the config that had left before a resume.
+
+        Raises: EngineError if a router does not answer.
+        """
+        if self._is_routed and await self._routed.fault() is None:
+            self._routed.follow([_root(url)])
+            await self._handover.admit(_root(url), is_open=True)
+
     def forget_engine(self, url: str) -> None:
         """Remove an engine that was drained."""
         root = _root(url)

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _ABORT_S = 0.5  # after which the requests of a drained engine are aborted again
 _COUNT_S = 0.2  # interval at which an engine behind a router is asked how many requests it has
+_MAX_SILENT = 3  # answers in a row that it may fail to give until it counts as gone
 
 Mark = tuple[int, int]
 """Handovers and aborts up to a moment."""
@@ -88,13 +89,18 @@ class Handover:
 
         If it does not answer, its requests fail, and the router or the client sends them again.
         """
-        deadline, num_idle = time.monotonic() + wait_s, 0
+        deadline, num_idle, num_silent = time.monotonic() + wait_s, 0, 0
         while self._fleet.nodes.get(node.url) is node and node.state is EngineState.DRAINED:
             try:
                 num_idle = 0 if await self.num_requests(node.url) else num_idle + 1
+                num_silent = 0
             except (EngineError, TimeoutError) as error:
                 logger.info("engine %s does not say what it still plays: %s", node.url, error)
-                return
+                num_idle, num_silent = 0, num_silent + 1
+                if num_silent == _MAX_SILENT:
+                    return
+                await asyncio.sleep(_COUNT_S)
+                continue
             if num_idle == 2:  # the router may have had a request on its way to it
                 return
             if not num_idle and time.monotonic() >= deadline:

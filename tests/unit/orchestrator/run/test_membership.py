@@ -157,3 +157,87 @@ async def test_a_router_has_an_engine_that_joins_or_leaves_on_its_list_while_it_
         assert await routed.correct() and router.listed == [A]
         router.fault = OSError("it ends")
         assert not await routed.correct()
+
+
+def test_two_names_of_one_engine_that_are_added_at_once_are_one_engine(tmp_path: Path) -> None:
+    run, ledger = RunDir(tmp_path), Ledger(RunDir(tmp_path))
+    run.engines.mkdir()
+    for name, url in (("c", C), ("d", "http://localhost:3")):
+        run.engine_wish(name).write_text(json.dumps({"url": url, "state": "on", "wait_s": 30.0}))
+
+    async def scenario() -> list[str]:
+        async with EngineClient([A, B]) as client, asyncio.TaskGroup() as tasks:
+            parts: Any = SimpleNamespace(run_dir=run, engines=client, ledger=ledger)
+            Membership(parts).update(tasks)
+            await asyncio.sleep(1)
+            return list(client.fleet.nodes)
+
+    assert run_virtual(scenario()) == [A, B, C]
+    ledger.close()
+
+
+def test_an_engine_behind_a_router_is_leaving_until_its_replies_have_ended(tmp_path: Path) -> None:
+    run, ledger = RunDir(tmp_path), Ledger(RunDir(tmp_path))
+    run.engines.mkdir()
+
+    async def scenario() -> None:
+        async with behind(Router(A, B)) as client, asyncio.TaskGroup() as tasks:
+            left = [2.0] * 20 + [0.0] * 9
+
+            async def num_requests(url: str) -> float:
+                return left.pop(0)
+
+            client._handover.num_requests = num_requests  # type: ignore[method-assign]
+            parts: Any = SimpleNamespace(run_dir=run, engines=client, ledger=ledger)
+            membership = Membership(parts)
+            run.engine_wish("b").write_text(json.dumps({"url": B, "state": "drained", "wait_s": 30.0}))
+            for _ in range(80):
+                membership.update(tasks)
+                await asyncio.sleep(0.1)
+
+    # Not in virtual time: the router's list is asked in threads.
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    ledger.close()
+    with LedgerReader(run) as reader:
+        states = [event["data"]["engines"][B]["state"] for event in reader.events("fleet")]
+    assert states == ["ready", "leaving", "drained"]
+
+
+def test_after_a_resume_an_engine_that_had_left_is_on_the_list_of_its_router_again(tmp_path: Path) -> None:
+    run, ledger = RunDir(tmp_path), Ledger(RunDir(tmp_path))
+    run.engines.mkdir()
+    run.engine_wish("b").write_text(json.dumps({"url": B, "state": "removed", "wait_s": 30.0}))
+    router, asked = Router(A), []
+
+    async def scenario() -> None:
+        async with behind(router) as client, asyncio.TaskGroup() as tasks:
+
+            async def admit(url: str, *, is_open: bool) -> None:
+                asked.append((url, is_open))
+
+            client._handover.admit = admit  # type: ignore[method-assign]
+            parts: Any = SimpleNamespace(run_dir=run, engines=client, ledger=ledger)
+            Membership(parts).update(tasks)
+            await asyncio.sleep(0.1)
+            await client._routed.correct()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert router.listed == [A, B] and asked == [(B, True)]
+    ledger.close()
+
+
+async def test_an_engine_behind_a_router_that_fails_to_answer_once_still_ends_its_replies() -> None:
+    answers: list[float | Exception] = [2.0, EngineError("HTTP 503"), 2.0, 0.0, 0.0, *[EngineError("refused")] * 9]
+
+    async def num_requests(url: str) -> float:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    async with behind(Router(A, B, C)) as client:
+        client._handover.num_requests = num_requests  # type: ignore[method-assign]
+        await client.drain_engine(B, 30.0)
+        assert len(answers) == 9  # idle, asked twice
+        await client.add_engine(B)
+        await client.drain_engine(B, 30.0)
+        assert len(answers) == 6  # it is gone
