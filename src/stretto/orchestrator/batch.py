@@ -24,7 +24,7 @@ import numpy as np
 from stretto.algorithms.credit import whiten
 from stretto.base.errors import DataError
 from stretto.config.sections.model import ModelSection, why_unshared
-from stretto.data.model_file import find_family
+from stretto.data.model_file import find_model_file
 from stretto.records.alternatives import concat_alternatives
 from stretto.records.rollout import Branch, Group, Rollout
 from stretto.records.row_packing import PrefixTree, first_fit_decreasing, pack_by_prefix
@@ -249,7 +249,7 @@ def cost_of_model(model_dir: str | Path) -> Cost:
 
 def packs_prefixes(model: ModelSection) -> bool:
     """Whether samples are packed by what they begin with, because the trainer computes that once."""
-    return model.shared_prefixes == "tree" and why_unshared(model, find_family(model.name)) is None
+    return model.shared_prefixes == "tree" and why_unshared(model, find_model_file(model.name)) is None
 
 
 def pack(

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stretto.check.degrees import cp_style
-from stretto.config.sections.model import ModelSection, SharedPrefixes
+from stretto.config.sections.model import ModelSection, SharedPrefixes, cp_style
 from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
 from stretto.models.lm_head import head_logits, token_logprobs
