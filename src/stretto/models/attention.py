@@ -45,8 +45,8 @@ MAX_NATIVE_KEYS = 512
 """Rows without longer segments use kernels in C if the machine has them (native/training.py): they pad nothing, and
 skip the half that causality hides."""
 MAX_COPIES = 4
-"""Rows whose segments read more keys than this many times the row's tokens use those kernels at any length, as they read
-keys in place: other calls copy them for each segment. Where these must run, they copy again in the backward pass."""
+"""Rows whose segments read more keys than this many times the row's tokens use those kernels at any length: they read
+keys in place. Other calls copy them for each segment; where these must run, they copy again in the backward pass."""
 MAX_SHORT_KEYS = 64
 """Up to this many keys, parts/short_attention.py beats the CPU's flash kernel; at 92 they are equal."""
 

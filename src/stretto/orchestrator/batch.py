@@ -311,8 +311,7 @@ def _streams_of(samples: Sequence[TrainSample]) -> list[list[np.ndarray]]:
 
     Images are compared all at once: samples share tokens only if all their images are the same.
     """
-    choices = _merge_expert_choices(samples)
-    parts = None if choices is None else np.split(choices, np.cumsum([len(s.token_ids) for s in samples])[:-1])
+    parts = _expert_choices(samples)
     numbers: dict[tuple[str, ...], int] = {}
     has_images = any(sample.images for sample in samples)
     streams = [[sample.token_ids] for sample in samples]
@@ -454,7 +453,13 @@ def dummy_micro_batch(streams: Sequence[str] = ()) -> MicroBatch:
 
 
 def _merge_expert_choices(samples: Sequence[TrainSample]) -> UInt[np.ndarray, "tokens layers top_k"] | None:
-    """Expert choices of all tokens; the largest integer marks tokens without choices.
+    """Expert choices of all tokens, as `_expert_choices`."""
+    parts = _expert_choices(samples)
+    return None if parts is None else np.concatenate(parts)
+
+
+def _expert_choices(samples: Sequence[TrainSample]) -> list[UInt[np.ndarray, "tokens layers top_k"]] | None:
+    """Expert choices of each sample's tokens; the largest integer marks tokens without choices.
 
     Raises: DataError if the choices are of different models.
     """
@@ -470,9 +475,7 @@ def _merge_expert_choices(samples: Sequence[TrainSample]) -> UInt[np.ndarray, "t
             )
     shape, missing = first.shape[1:], np.iinfo(first.dtype).max
     unknown = lambda s: np.full((len(s.token_ids), *shape), missing, first.dtype)
-    parts = [unknown(s) if s.routed_experts is None else s.routed_experts for s in samples]
-    choices: np.ndarray = np.concatenate(parts)
-    return choices
+    return [unknown(s) if s.routed_experts is None else s.routed_experts for s in samples]
 
 
 def _merge_supports(samples: Sequence[TrainSample], lengths: Sequence[int]) -> Support | None:
