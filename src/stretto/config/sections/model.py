@@ -290,7 +290,8 @@ def why_unshared(section: ModelSection, found: Any | None) -> str | None:
         return f"{family} has layers that pass a state from token to token"
     if section.indexer_kl_coeff is not None:
         return "indexer_kl_coeff is a mean over the tokens of all samples"
-    if section.cp == 1 or (shape is not None and cp_style(section, shape) == "ulysses"):
+    style = section.cp_style if shape is None else cp_style(section, shape)
+    if section.cp == 1 or style == "ulysses":
         return None
     how = "" if section.cp_style == "ring" else f", which cp = {section.cp} uses for this model,"
     return f'cp_style = "ring"{how} passes keys of whole samples from rank to rank'
