@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.config.sections.model import ModelSection
+from stretto.config.sections.model import ModelSection, cp_style
 from stretto.data.model_file import ModelFile
 from stretto.families.table import FAMILIES, VISION_FAMILIES, traits_of
 
@@ -44,11 +44,10 @@ def read_shape(model: ModelFile) -> Shape | None:
     if missing := [key for key in ("num_attention_heads", "intermediate_size") if not found.get(key)]:
         what = f"no value for {', '.join(missing)}; a {family} config.json must give every one"
         raise ConfigError(f"{model.path}: {what}")
-    heads = math.gcd(*found.get("num_attention_heads_per_layer") or [found["num_attention_heads"]])
     experts = (found.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     return Shape(
-        heads,
-        found.get("num_key_value_heads") or heads,
+        model.num_heads,
+        model.num_kv_heads,
         found["intermediate_size"],
         next((number for number in experts if number), 0),
         family,
@@ -81,18 +80,6 @@ class Degrees:
     @property
     def world_size(self) -> int:
         return self.dp * self.cp * self.tp
-
-
-def cp_style(section: ModelSection, shape: Any) -> Literal["ulysses", "ring"]:
-    """How the ranks of cp share a row: `auto` is `ring` if an indexer chooses keys, or cp cannot divide the heads.
-
-    shape: as in `find_degrees`.
-    """
-    if section.cp_style != "auto":
-        return section.cp_style
-    heads, kv_heads = shape.num_heads // section.tp, shape.num_kv_heads // section.tp
-    is_cut = not heads % section.cp and not (kv_heads % section.cp and section.cp % kv_heads)
-    return "ulysses" if is_cut and not traits_of(shape.family).chooses_keys else "ring"
 
 
 def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:

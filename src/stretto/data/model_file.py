@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,17 @@ class ModelFile:
         """The numbers of its decoder: models with images have them in a table of their own."""
         return dict(self.found) | (self.found.get("text_config") or {})
 
+    @property
+    def num_heads(self) -> int:
+        """Query heads that each of its layers is a multiple of; 0 if it does not say."""
+        found = self.text
+        return math.gcd(*found.get("num_attention_heads_per_layer") or [found.get("num_attention_heads") or 0])
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values; 0 if it does not say."""
+        return self.text.get("num_key_value_heads") or self.num_heads
+
 
 def has_own_family(name: str) -> bool:
     """Whether families/own has the family of a model; True if its config.json is missing or cannot be read."""
@@ -86,13 +98,13 @@ def has_own_family(name: str) -> bool:
         return True  # the process that loads the model says what is wrong with it
 
 
-def find_family(name: str) -> str:
-    """The family of a model; "" if its config.json is missing or cannot be read."""
+def find_model_file(name: str) -> ModelFile | None:
+    """The config.json of a model; None if it is missing or cannot be read."""
     directory = find_config(name)
     try:
-        return "" if directory is None else ModelFile.read(directory).family
+        return None if directory is None else ModelFile.read(directory)
     except ConfigError:
-        return ""
+        return None
 
 
 def is_classifier(name: str) -> bool:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 
 from stretto.models.native.training import NativeAttention, find_training_kernels
 from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
@@ -43,6 +44,9 @@ MAX_PADDED_KEYS = 512
 MAX_NATIVE_KEYS = 512
 """Rows without longer segments use kernels in C if the machine has them (native/training.py): they pad nothing, and
 skip the half that causality hides."""
+MAX_COPIES = 4
+"""Rows whose segments read more keys than this many times the row's tokens use those kernels at any length: they read
+keys in place. Other calls copy them for each segment; where these must run, they copy again in the backward pass."""
 MAX_SHORT_KEYS = 64
 """Up to this many keys, parts/short_attention.py beats the CPU's flash kernel; at 92 they are equal."""
 
@@ -123,6 +127,7 @@ def packed_attention(
 def _attend_in_calls(tree: SegmentTree, device: torch.device | None) -> Attend:
     """An `Attend` over all segments, with one call per shape."""
     native = NativeAttention(tree)
+    copies = int((tree.lengths + tree.prefixes).sum()) > MAX_COPIES * int(tree.bounds[-1])
 
     @functools.cache
     def visible(device: torch.device) -> VisibleKeys:
@@ -134,7 +139,8 @@ def _attend_in_calls(tree: SegmentTree, device: torch.device | None) -> Attend:
 
     @functools.cache
     def plan(window: int | None) -> _CallPlan:
-        return _CallPlan(_build_calls(tree, window, device), int(tree.bounds[-1]))
+        calls = _build_calls(tree, window, device)
+        return _CallPlan(calls, int(tree.bounds[-1]), keeps_copies=not copies)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         if limits.keys is not None:
@@ -142,7 +148,7 @@ def _attend_in_calls(tree: SegmentTree, device: torch.device | None) -> Attend:
         is_plain = limits.sinks is None and (limits.window is None or native.longest <= limits.window)
         if (
             is_plain
-            and 0 < native.longest <= MAX_NATIVE_KEYS
+            and (0 < native.longest <= MAX_NATIVE_KEYS or copies)
             and native.fits(q, k, v)
             and (kernels := find_training_kernels(q, k, v)) is not None
         ):
@@ -162,10 +168,14 @@ def _build_calls(tree: SegmentTree, window: int | None, device: torch.device | N
 
 
 class _CallPlan:
-    """The calls of layers with one window, and the order of their results."""
+    """The calls of layers with one window, and the order of their results.
 
-    def __init__(self, calls: list[AttentionCall], num_rows: int) -> None:
+    keeps_copies: keep the keys that each call has copied for the backward pass; False: it copies them again.
+    """
+
+    def __init__(self, calls: list[AttentionCall], num_rows: int, *, keeps_copies: bool = True) -> None:
         self.calls = calls
+        self.run = _run_call if keeps_copies else _run_again_in_backward
         self.short = ShortAttention([call for call in calls if call.keys.shape[1] <= MAX_SHORT_KEYS])
         self.long = [call for call in calls if call.keys.shape[1] > MAX_SHORT_KEYS]
         self.index = _result_index(calls, num_rows, 0)
@@ -175,10 +185,10 @@ class _CallPlan:
         if sinks is None and self.short.calls and q.dtype is torch.float32 and not q.is_cuda:
             out = self.short(q, k, v)
             if self.long_index is not None:
-                out = torch.cat((out, *(_run_call(call, q, k, v) for call in self.long)))
+                out = torch.cat((out, *(self.run(call, q, k, v) for call in self.long)))
                 out = out.index_select(0, self.long_index)
             return out
-        parts = [_run_call(call, q, k, v, sinks) for call in self.calls]
+        parts = [self.run(call, q, k, v, sinks) for call in self.calls]
         if not parts:
             return q[:0]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -276,6 +286,12 @@ def _run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tenso
     if sinks is not None:
         return attend_with_sinks(queries, keys, values, sinks, call.bias).flatten(0, 1)
     return _causal(queries, keys, values, call.bias)
+
+
+def _run_again_in_backward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """As `_run_call`, of which only q, k and v are kept for the backward pass."""
+    again: Tensor = checkpoint(_run_call, call, q, k, v, sinks, use_reentrant=False, preserve_rng_state=False)
+    return again
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:

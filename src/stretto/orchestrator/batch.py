@@ -24,7 +24,7 @@ import numpy as np
 from stretto.algorithms.credit import whiten
 from stretto.base.errors import DataError
 from stretto.config.sections.model import ModelSection, why_unshared
-from stretto.data.model_file import find_family
+from stretto.data.model_file import find_model_file
 from stretto.records.alternatives import concat_alternatives
 from stretto.records.rollout import Branch, Group, Rollout
 from stretto.records.row_packing import PrefixTree, first_fit_decreasing, pack_by_prefix
@@ -249,7 +249,7 @@ def cost_of_model(model_dir: str | Path) -> Cost:
 
 def packs_prefixes(model: ModelSection) -> bool:
     """Whether samples are packed by what they begin with, because the trainer computes that once."""
-    return model.shared_prefixes == "tree" and why_unshared(model, find_family(model.name)) is None
+    return model.shared_prefixes == "tree" and why_unshared(model, find_model_file(model.name)) is None
 
 
 def pack(
@@ -281,16 +281,17 @@ def pack(
         )
     images = [{image.hash: image.num_patches for image in sample.images} for sample in samples]
     shown = images if any(images) else ()
-    costs = cost.of(lengths)
+    costs = alone = cost.of(lengths)
     if shares_prefixes:
         tree = yield from PrefixTree.build(_streams_of(samples))
         rows, own = yield from pack_by_prefix(tree, lengths, row_tokens or seq_len, shown, max_patches)
-        costs -= cost.of(lengths - own)
+        costs = alone - cost.of(lengths - own)
     else:
         rows = yield from first_fit_decreasing(lengths, row_tokens or seq_len, shown, max_patches)
     if shown:
-        costs += [cost.patches * sum(patches.values()) for patches in images]
-    rows, row_costs = yield from split_to_multiple(rows, costs, world_size, keeps_order=shares_prefixes)
+        patches = np.array([cost.patches * sum(each.values()) for each in images])
+        costs, alone = costs + patches, alone + patches
+    rows, row_costs = yield from split_to_multiple(rows, costs, world_size, alone if shares_prefixes else None)
     ranks = yield from assign_rows(row_costs, world_size)
     num_micro = max((len(rank) for rank in ranks), default=0)
     streams = [name for name in STREAM_DEFAULTS if any(getattr(s, name) is not None for s in samples)]
@@ -311,8 +312,7 @@ def _streams_of(samples: Sequence[TrainSample]) -> list[list[np.ndarray]]:
 
     Images are compared all at once: samples share tokens only if all their images are the same.
     """
-    choices = _merge_expert_choices(samples)
-    parts = None if choices is None else np.split(choices, np.cumsum([len(s.token_ids) for s in samples])[:-1])
+    parts = _expert_choices(samples)
     numbers: dict[tuple[str, ...], int] = {}
     has_images = any(sample.images for sample in samples)
     streams = [[sample.token_ids] for sample in samples]
@@ -326,14 +326,17 @@ def _streams_of(samples: Sequence[TrainSample]) -> list[list[np.ndarray]]:
 
 
 def split_to_multiple(
-    given: Sequence[Sequence[int]], costs: Float[np.ndarray, " samples"], multiple: int, *, keeps_order: bool = False
+    given: Sequence[Sequence[int]],
+    costs: Float[np.ndarray, " samples"],
+    multiple: int,
+    alone: Float[np.ndarray, " samples"] | None = None,
 ) -> Generator[None, None, tuple[list[list[int]], list[float]]]:
     """Split the most expensive of the given rows until their number is a multiple of `multiple`, if possible.
 
-    Rows of one sample are not split. keeps_order: samples that are neighbours stay together. Returns the rows and their
-    costs.
+    Rows of one sample are not split. alone: what samples cost that share nothing with the one before them, if `costs`
+    say what they add to it; neighbours then stay together. Returns the rows and their costs.
     """
-    rows, row_costs = [list(row) for row in given], []  # ours to change
+    rows, row_costs, costs = [list(row) for row in given], [], costs.copy()  # ours to change
     for row in rows:
         row_costs.append(float(costs[row].sum()))
         yield
@@ -341,7 +344,11 @@ def split_to_multiple(
     heapq.heapify(by_cost)
     while len(rows) % multiple and by_cost:
         _, largest = heapq.heappop(by_cost)
-        halves = _cut_in_half(rows[largest], costs) if keeps_order else _halves(rows[largest], costs)
+        if alone is None:
+            halves = _halves(rows[largest], costs)
+        else:
+            halves = _cut_in_half(rows[largest], costs, alone)
+            costs[halves[1][0]] = alone[halves[1][0]]
         rows[largest] = halves[0]
         rows.append(halves[1])
         row_costs.append(0.0)
@@ -364,10 +371,14 @@ def _halves(row: Sequence[int], costs: Float[np.ndarray, " samples"]) -> tuple[l
     return halves
 
 
-def _cut_in_half(row: Sequence[int], costs: Float[np.ndarray, " samples"]) -> tuple[list[int], list[int]]:
-    """Cut a row where its two parts cost about the same."""
-    sums = np.cumsum(costs[list(row)])
-    middle = int(np.abs(sums[:-1] - sums[-1] / 2).argmin()) + 1
+def _cut_in_half(
+    row: Sequence[int], costs: Float[np.ndarray, " samples"], alone: Float[np.ndarray, " samples"]
+) -> tuple[list[int], list[int]]:
+    """Cut a row where its two parts cost about the same; the first sample of the second part is then alone."""
+    own, whole = costs[list(row)], alone[list(row)]
+    first = np.cumsum(own)[:-1]
+    second = own.sum() - first - own[1:] + whole[1:]
+    middle = int(np.maximum(first, second).argmin()) + 1
     return list(row[:middle]), list(row[middle:])
 
 
@@ -454,7 +465,13 @@ def dummy_micro_batch(streams: Sequence[str] = ()) -> MicroBatch:
 
 
 def _merge_expert_choices(samples: Sequence[TrainSample]) -> UInt[np.ndarray, "tokens layers top_k"] | None:
-    """Expert choices of all tokens; the largest integer marks tokens without choices.
+    """Expert choices of all tokens, as `_expert_choices`."""
+    parts = _expert_choices(samples)
+    return None if parts is None else np.concatenate(parts)
+
+
+def _expert_choices(samples: Sequence[TrainSample]) -> list[UInt[np.ndarray, "tokens layers top_k"]] | None:
+    """Expert choices of each sample's tokens; the largest integer marks tokens without choices.
 
     Raises: DataError if the choices are of different models.
     """
@@ -470,9 +487,7 @@ def _merge_expert_choices(samples: Sequence[TrainSample]) -> UInt[np.ndarray, "t
             )
     shape, missing = first.shape[1:], np.iinfo(first.dtype).max
     unknown = lambda s: np.full((len(s.token_ids), *shape), missing, first.dtype)
-    parts = [unknown(s) if s.routed_experts is None else s.routed_experts for s in samples]
-    choices: np.ndarray = np.concatenate(parts)
-    return choices
+    return [unknown(s) if s.routed_experts is None else s.routed_experts for s in samples]
 
 
 def _merge_supports(samples: Sequence[TrainSample], lengths: Sequence[int]) -> Support | None:

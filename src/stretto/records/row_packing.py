@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
     from jaxtyping import Int, Shaped
 
 SAMPLES_PER_SLICE = 32
+SAMPLES_PER_RUN = 256
+"""Samples that are sorted at once."""
 Result = TypeVar("Result")
 
 
@@ -77,6 +82,10 @@ MIN_SAVED = 16
 """A run that saves fewer tokens than this is computed again for each text that goes on from it: a segment of its own
 costs more than they do."""
 
+MIN_SHARE = 16
+"""A sample that has less than one in so many of its tokens in common with the one before it is packed by itself: rows
+are fuller so, and save nearly as much."""
+
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
@@ -112,15 +121,22 @@ class PrefixTree:
     ) -> Generator[None, None, PrefixTree]:
         """The tree of documents, each some streams of equal length: tokens are shared if all streams are equal.
 
-        It is a generator that yields after each SAMPLES_PER_SLICE documents, so that other tasks can run.
+        A node stands before all that are below it, and these before the next one beside it. It is a generator that
+        yields after each SAMPLES_PER_SLICE documents, so that other tasks can run.
         """
-        root, ends_in = _Node(0, 0, 0, None), list[_Node | None]()
-        for document in range(len(documents)):
-            ends_in.append(_insert(root, documents, document))
-            if (document + 1) % SAMPLES_PER_SLICE == 0:
+        root = _Node(0, 0, 0, None)
+        ends_in: list[_Node | None] = [None] * len(documents)
+        path, before = [root], None
+        for number, document in enumerate((yield from _by_beginning(documents)), 1):
+            streams = documents[document]
+            if len(streams[0]):
+                common = 0 if before is None else _num_equal(streams, before)
+                _add_leaf(path, document, common, len(streams[0]))
+                ends_in[document], before = path[-1], streams
+            if number % SAMPLES_PER_SLICE == 0:
                 yield
-        ends_in = [_last_of(node, len(streams[0])) for node, streams in zip(ends_in, documents)]
         nodes = _without_short_ones(root)
+        yield
         numbers = {id(node): number for number, node in enumerate(nodes)}
         lasts = [-1 if node is None else numbers[id(_replacement_of(node))] for node in ends_in]
         column = lambda values: np.fromiter(values, np.int64, count=len(nodes))
@@ -137,6 +153,21 @@ class PrefixTree:
         """Tokens of all nodes: those that are left to compute."""
         return int((self.ends - self.starts).sum())
 
+    @cached_property
+    def next_beside(self) -> Int[np.ndarray, " nodes"]:
+        """Of a tree of `build`, for each node the first one behind it that is not below it."""
+        found = np.arange(1, len(self.parents) + 1)
+        for node in range(len(found) - 1, -1, -1):
+            if self.parents[node] >= 0:
+                found[self.parents[node]] = max(found[self.parents[node]], found[node])
+        return found
+
+    def shared_tokens(self, node: int, before: int) -> int:
+        """The tokens of a tree of `build` that are above or in this node, and above or in one that stands before it."""
+        while node >= 0 and not node <= before < self.next_beside[node]:
+            node = int(self.parents[node])
+        return int(self.ends[node]) if node >= 0 else 0
+
     def path(self, document: int) -> list[int]:
         """The nodes of a document, the first one first."""
         nodes, node = [], int(self.lasts[document])
@@ -148,42 +179,74 @@ class PrefixTree:
 
 @dataclass(eq=False)
 class _Node:
-    """A run of tokens while the tree grows; children by their first token in all streams."""
+    """A run of tokens while the tree grows."""
 
     document: int
     start: int
     end: int
     parent: _Node | None
-    children: dict[tuple[bytes, ...], _Node] = field(default_factory=dict)
+    children: list[_Node] = field(default_factory=list)
     replacement: _Node | None = None
     """The child in which this node's tokens are, once it is dissolved."""
 
 
-def _insert(root: _Node, documents: Sequence[Sequence[np.ndarray]], document: int) -> _Node | None:
-    """Add a document; the node in which it ends."""
-    streams = documents[document]
-    length, node, at = len(streams[0]), root, 0
-    while at < length:
-        key = tuple(stream[at].tobytes() for stream in streams)
-        child = node.children.get(key)
-        if child is None:
-            child = node.children[key] = _Node(document, at, length, node)
-            return child
-        at += _num_equal(streams, documents[child.document], at, min(length, child.end))
-        if at == child.end:
-            node = child
-        elif at == length:
-            return child
-        else:
-            node = _split(child, documents[child.document], key, at)
-    return node if length else None
+def _by_beginning(documents: Sequence[Sequence[np.ndarray]]) -> Generator[None, None, list[int]]:
+    """The documents in an order in which those that begin alike stand together, the shorter ones first."""
+    keys: list[bytes] = []
+    for streams in documents:
+        keys.append(_sort_key(streams))
+        if len(keys) % SAMPLES_PER_SLICE == 0:
+            yield
+    runs = []
+    for start in range(0, len(keys), SAMPLES_PER_RUN):
+        runs.append(sorted(range(start, min(start + SAMPLES_PER_RUN, len(keys))), key=keys.__getitem__))
+        yield
+    order: list[int] = []
+    for document in heapq.merge(*runs, key=keys.__getitem__):
+        order.append(document)
+        if len(order) % SAMPLES_PER_SLICE == 0:
+            yield
+    return order
 
 
-def _last_of(node: _Node | None, length: int) -> _Node | None:
-    """The node in which a document of this length ends, if the one where it ended has been split since."""
-    while node is not None and node.start >= length:
-        node = node.parent
-    return node
+def _sort_key(streams: Sequence[np.ndarray]) -> bytes:
+    """The tokens of a document, one number each; different tokens may by rare chance have equal numbers."""
+    key = streams[0]
+    for stream in streams[1:]:
+        columns = stream.reshape(len(stream), math.prod(stream.shape[1:]))
+        factors = np.random.default_rng(0).integers(2**63, size=columns.shape[1], dtype=np.uint64)
+        key = key.astype(np.uint64) * _ODD + columns.astype(np.uint64) @ factors
+    return key.tobytes()
+
+
+_ODD = 0x9E3779B97F4A7C15
+"""Spreads neighbouring numbers over all 64 bits."""
+
+
+def _num_equal(streams: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> int:
+    """How many tokens two documents have in common from their start, in all streams."""
+    end = min(len(streams[0]), len(others[0]))
+    for stream, other in zip(streams, others, strict=True):
+        is_other = stream[:end] != other[:end]
+        if is_other.ndim > 1:
+            is_other = is_other.any(tuple(range(1, is_other.ndim)))
+        if end and is_other[first := int(is_other.argmax())]:
+            end = first
+    return end
+
+
+def _add_leaf(path: list[_Node], document: int, common: int, length: int) -> None:
+    """Add a document that has `common` tokens in common with the one before it, whose nodes `path` has: now its own."""
+    while len(path) > 1 and path[-1].start >= common:
+        path.pop()
+    node = path[-1]
+    if node.end > common:  # it is cut in two
+        assert node.parent is not None
+        path[-1] = node.parent.children[-1] = _Node(node.document, node.start, common, node.parent, [node])
+        node.start, node.parent = common, path[-1]
+    if common < length:
+        path[-1].children.append(_Node(document, common, length, path[-1]))
+        path.append(path[-1].children[-1])
 
 
 def _replacement_of(node: _Node) -> _Node:
@@ -192,33 +255,13 @@ def _replacement_of(node: _Node) -> _Node:
     return node
 
 
-def _num_equal(streams: Sequence[np.ndarray], others: Sequence[np.ndarray], start: int, end: int) -> int:
-    """How many tokens from `start` on are equal in all streams, at most up to `end`."""
-    for stream, other in zip(streams, others):
-        is_other = (stream[start:end] != other[start:end]).reshape(end - start, -1).any(1)
-        first = int(is_other.argmax())
-        if is_other[first]:
-            end = start + first
-    return end - start
-
-
-def _split(node: _Node, streams: Sequence[np.ndarray], key: tuple[bytes, ...], at: int) -> _Node:
-    """Cut a node in two at this token; the new upper one."""
-    assert node.parent is not None
-    upper = _Node(node.document, node.start, at, node.parent)
-    node.parent.children[key] = upper
-    upper.children[tuple(stream[at].tobytes() for stream in streams)] = node
-    node.start, node.parent = at, upper
-    return upper
-
-
 def _without_short_ones(root: _Node) -> list[_Node]:
     """All nodes, parents first; inner nodes that save few tokens are dissolved into their children."""
     found: list[_Node] = []
-    waiting = list(root.children.values())[::-1]
+    waiting = root.children[::-1]
     while waiting:
         node = waiting.pop()
-        children = list(node.children.values())
+        children = node.children
         if children and (node.end - node.start) * (len(children) - 1) < MIN_SAVED:
             for child in children:
                 child.start, child.parent = node.start, node.parent
@@ -238,34 +281,32 @@ def pack_by_prefix(
 ) -> Generator[None, None, tuple[list[list[int]], Int[np.ndarray, " samples"]]]:
     """Pack samples so that those that begin alike stand in one row; the rows, and the tokens that each sample adds.
 
-    tree: of these samples. Its branches are cut into parts of at most `capacity` tokens, shared ones counted once; a
-    sample with more is a part by itself. `first_fit_decreasing` packs the parts; images and max_patches are as there.
+    tree: of these samples, as `PrefixTree.build` makes it. Its branches are cut into parts of at most `capacity`
+    tokens, shared ones counted once; a sample with more is a part by itself. `first_fit_decreasing` packs the parts;
+    images and max_patches are as there.
     """
-    paths = [tree.path(sample) for sample in range(len(lengths))]
-    yield
-    sizes = tree.ends - tree.starts
     parts: list[list[int]] = []
     tokens: list[int] = []
     shown: list[dict[str, int]] = []
     own = np.zeros(len(lengths), np.int64)
-    before: list[int] = []
-    for sample in sorted(range(len(lengths)), key=paths.__getitem__):
-        path, patches = paths[sample], dict(images[sample]) if images else {}
-        shared = next((i for i, (a, b) in enumerate(zip(path, before)) if a != b), min(len(path), len(before)))
-        added = int(sizes[path[shared:]].sum())
-        is_new = not parts or not shared or tokens[-1] + added > capacity
+    last = -1
+    for number, sample in enumerate(np.argsort(tree.lasts, kind="stable").tolist(), 1):
+        node, patches = int(tree.lasts[sample]), dict(images[sample]) if images else {}
+        size, shared = (int(tree.ends[node]), tree.shared_tokens(node, last)) if node >= 0 else (0, 0)
+        is_new = not parts or shared * MIN_SHARE < size or tokens[-1] + size - shared > capacity
         if not is_new and max_patches is not None:
             is_new = sum((shown[-1] | patches).values()) > max_patches
         if is_new:
             parts.append([])
             tokens.append(0)
             shown.append({})
-            added = int(sizes[path].sum())
+            shared = 0
         parts[-1].append(sample)
-        tokens[-1] += added
+        tokens[-1] += size - shared
         shown[-1] |= patches
-        own[sample], before = min(added, int(lengths[sample])), path
-    yield
+        own[sample], last = min(size - shared, int(lengths[sample])), node
+        if number % SAMPLES_PER_SLICE == 0:
+            yield
     rows = yield from first_fit_decreasing(np.array(tokens, np.int64), capacity, shown if images else (), max_patches)
     return [[sample for part in row for sample in parts[part]] for row in rows], own
 

@@ -159,7 +159,7 @@ class Passes:
                 continue
             if target is not None:
                 ids = torch.from_numpy(target[inputs.sources].astype(np.int64)).to(self.mesh.device)
-                inputs = replace(inputs, targets=ids)
+                inputs = replace(inputs, targets=ids, repeats=None)
             checked.pieces.append(Piece(number, index, mb, inputs))
         return checked
 

@@ -22,7 +22,7 @@ from stretto.check.devices import check_drafts
 from stretto.config.load import PARTS, dump, load, shown_text
 from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from stretto.config.sections.model import ModelSection, why_unshared
-from stretto.data.model_file import find_family
+from stretto.data.model_file import find_model_file
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.plan import sharing_notes
 from stretto.launch.plan.processes import ProcessSpec
@@ -218,13 +218,21 @@ def test_samples_that_are_computed_one_by_one_in_spite_of_the_key_are_said(confi
 
 
 @pytest.mark.parametrize(
-    ("family", "word"), [("nemotron_h", "nemotron_h has layers that pass a state"), ("llama", None)]
+    ("found", "keys", "word"),
+    [
+        ({"model_type": "nemotron_h"}, {}, "nemotron_h has layers that pass a state"),
+        ({"model_type": "llama"}, {}, None),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2}, {"cp": 2}, None),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2}, {"cp": 4, "tp": 2}, "which cp = 4 uses for this model"),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3}, {"cp": 2}, "which cp = 2 uses for this model"),
+    ],
 )
-def test_a_family_with_a_state_is_named(config, tmp_path, family, word) -> None:
+def test_what_a_model_is_decides_whether_its_samples_are_packed_by_what_they_share(tmp_path, found, keys, word) -> None:
+    """As the trainer does: a row packed so is too long for one that computes each sample."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": family}))
-    section = ModelSection(name=str(tmp_path / "model"), shared_prefixes="tree")
-    reason = why_unshared(section, find_family(section.name))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"} | found))
+    section = ModelSection(name=str(tmp_path / "model"), shared_prefixes="tree", **keys)
+    reason = why_unshared(section, find_model_file(section.name))
     assert packs_prefixes(section) == (word is None)
     assert reason is None if word is None else word in (reason or "")
 

@@ -23,7 +23,7 @@ def head_dim(request, monkeypatch):
 @pytest.fixture
 def torch_only(monkeypatch):
     """No kernels in C."""
-    monkeypatch.setattr(attention, "MAX_NATIVE_KEYS", 0)
+    monkeypatch.setattr(attention, "find_training_kernels", lambda q, k, v: None)
 
 
 @pytest.fixture
@@ -93,6 +93,21 @@ def test_a_segment_sees_those_that_it_continues_and_itself(lengths, parents):
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     layout = PackedLayout(tuple(bounds), CPU, tuple(parents))
     assert_same_with_gradients(layout.attend, segment_mask(bounds, parents))
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_keys_that_many_segments_continue_are_not_kept_for_each_of_them(monkeypatch, has_kernels):
+    """What a pass keeps grows with the tokens of its row, and not with the segments that read a long beginning."""
+    if not has_kernels:
+        monkeypatch.setattr(attention, "find_training_kernels", lambda q, k, v: None)
+    num = 24
+    layout = PackedLayout((0, *range(600, 600 + 5 * num + 1, 5)), CPU, (-1, *[0] * num))
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        layout.attend(0, *random_qkv(600 + 5 * num))
+    kinds = [x for x in kept.values() if x.is_floating_point() and x.dim() >= 3]
+    assert sum(x.numel() for x in kinds) < 3 * (2 * KV_HEADS + 2 * HEADS) * DIM * (600 + 5 * num)
+    assert_same_with_gradients(layout.attend, segment_mask(layout.cu_seqlens, layout.parents))
 
 
 def test_positions_begin_anew_in_a_document_and_go_on_in_a_continuation():

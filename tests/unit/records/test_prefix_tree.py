@@ -69,3 +69,25 @@ def test_a_document_that_ends_inside_a_node_needs_none_of_its_own():
     assert PrefixTree.of([]).num_tokens == 0
     flat = PrefixTree.flat(np.array([3, 0, 2]))
     assert flat.lasts.tolist() == [0, -1, 1] and flat.num_tokens == 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tree_does_not_depend_on_the_order_of_its_documents(seed):
+    texts = conversations(seed)
+    streams = [[text, np.stack((text, text % 2), 1).astype(np.uint8)] for text in texts]
+    order = np.random.default_rng(seed).permutation(len(texts))
+    trees = [PrefixTree.of(streams), PrefixTree.of([streams[i] for i in order]), PrefixTree.of([[t] for t in texts])]
+    assert len({tree.num_tokens for tree in trees}) == 1
+    assert trees[0].lasts[order].tolist() == trees[1].lasts.tolist()
+
+
+def test_documents_that_part_from_one_another_token_by_token():
+    """Each text is compared with one other only, however many runs there are on its way."""
+    long = np.arange(6000, dtype=np.int32)
+    texts = [np.concatenate((long[:cut], [-1 - cut])).astype(np.int32) for cut in range(20, 6000, 20)]
+    tree = PrefixTree.of([[text] for text in texts])
+    assert tree.num_tokens == len(long) - 20 + len(texts)
+    assert max(len(tree.path(document)) for document in range(len(texts))) == len(texts)
+    for before, document in zip(range(0, len(texts), 7), range(3, len(texts), 7)):
+        pair = sorted((int(tree.lasts[before]), int(tree.lasts[document])))
+        assert tree.shared_tokens(pair[1], pair[0]) == min(len(texts[before]), len(texts[document])) - 1

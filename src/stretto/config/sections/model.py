@@ -263,12 +263,25 @@ class ModelSection(Section):
     """Present: build a random model of this shape instead of loading `name`."""
 
 
-def why_unshared(section: ModelSection, family: str) -> str | None:
+def cp_style(section: ModelSection, shape: Any) -> Literal["ulysses", "ring"]:
+    """How the ranks of cp share a row: `auto` is `ring` if an indexer chooses keys, or cp cannot divide the heads.
+
+    shape: what has the model's family, num_heads and num_kv_heads.
+    """
+    if section.cp_style != "auto":
+        return section.cp_style
+    heads, kv_heads = shape.num_heads // section.tp, shape.num_kv_heads // section.tp
+    is_cut = not heads % section.cp and not (kv_heads % section.cp and section.cp % kv_heads)
+    return "ulysses" if is_cut and not traits_of(shape.family).chooses_keys else "ring"
+
+
+def why_unshared(section: ModelSection, found: Any | None) -> str | None:
     """Why samples are computed one by one in spite of shared_prefixes = "tree"; None: they are not, or it is not set.
 
-    family: the `model_type` of `name`, "" if it is not known.
+    found: the shape of `name` as in `cp_style`, None if it is not known.
     """
-    family = family if section.scratch is None else section.scratch.family
+    shape = found if section.scratch is None else section.scratch
+    family = "" if shape is None else shape.family
     if section.shared_prefixes != "tree":
         return None
     if section.impl == "hf" or (family and family not in FAMILIES and section.impl == "auto"):
@@ -277,8 +290,11 @@ def why_unshared(section: ModelSection, family: str) -> str | None:
         return f"{family} has layers that pass a state from token to token"
     if section.indexer_kl_coeff is not None:
         return "indexer_kl_coeff is a mean over the tokens of all samples"
-    is_cut = section.cp_style == "ulysses" or (section.cp_style == "auto" and not traits_of(family).chooses_keys)
-    return None if section.cp == 1 or is_cut else 'cp_style = "ring" passes keys of whole samples from rank to rank'
+    style = section.cp_style if shape is None else cp_style(section, shape)
+    if section.cp == 1 or style == "ulysses":
+        return None
+    how = "" if section.cp_style == "ring" else f", which cp = {section.cp} uses for this model,"
+    return f'cp_style = "ring"{how} passes keys of whole samples from rank to rank'
 
 
 class TokenizerSection(Section):

@@ -28,7 +28,7 @@ from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.model import dtype_on, why_unshared
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
-from stretto.data.model_file import find_family
+from stretto.data.model_file import find_model_file
 from stretto.launch.plan.models import assign_model_gpus, role_of, started_models, with_model_ports
 from stretto.launch.plan.placement import (
     assign_critic_gpus,
@@ -217,9 +217,8 @@ def adapter_notes(cfg: RLConfig) -> Iterator[str]:
 
 def sharing_notes(cfg: RLConfig) -> Iterator[str]:
     """Why samples are computed one by one though their common beginnings were to be shared."""
-    name = cfg.model.name
-    family = "" if cfg.model.scratch is not None or cfg.model.shared_prefixes != "tree" else find_family(name)
-    if (reason := why_unshared(cfg.model, family)) is not None:
+    is_asked = cfg.model.shared_prefixes == "tree"
+    if is_asked and (reason := why_unshared(cfg.model, find_model_file(cfg.model.name))) is not None:
         yield f'model.shared_prefixes = "tree" shares nothing here, each sample is computed by itself: {reason}'
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stretto.check.degrees import cp_style
-from stretto.config.sections.model import ModelSection, SharedPrefixes
+from stretto.config.sections.model import ModelSection, SharedPrefixes, cp_style
 from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
 from stretto.models.lm_head import head_logits, token_logprobs
@@ -87,8 +86,11 @@ def compute_values(
     critic: Decoder, inputs: PassInputs, mesh: Mesh, model: ModelSection, *, routing: Routing | None = None
 ) -> Float[Tensor, " trained"]:
     """The critic's value, or a reward model's score, before every trained token."""
-    hidden, tokens = _hidden_states(critic, inputs, mesh, model, routing)
-    return tokens.gather(head_logits(hidden, critic.output_weight).squeeze(1))
+    # Tokens that samples share have one value, however many samples these are.
+    one_by_one = torch.arange(len(inputs.rows), device=inputs.rows.device)
+    hidden, tokens = _hidden_states(critic, replace(inputs, predictors=one_by_one), mesh, model, routing)
+    values = tokens.gather(head_logits(hidden, critic.output_weight).squeeze(1))
+    return values.index_select(0, inputs.predictors)
 
 
 @dataclass

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from tenant_runs import MODEL, assert_equal, batch_of, build_tenants, cases, create, train, weights_of
-from tiny import build_learner, build_policy, documents, pack
+from tiny import branches, build_learner, build_policy, documents, pack
 
 from stretto.config.sections.algorithm import DefaultLoss, ReferenceKlSection
 from stretto.trainer.learner import Learner
@@ -142,6 +142,19 @@ def test_targets_are_scored_instead_of_the_next_tokens():
     (other,) = run(tenants, mb, sum_loss=spec, targets=((own + 1) % 40,), is_forward_only=True).logprobs
     is_scored = plain != 0
     assert is_scored.sum() == len(own) - len(mb.cu_seqlens) + 1 and not np.allclose(other[is_scored], plain[is_scored])
+
+
+def test_targets_of_samples_that_begin_alike_may_differ():
+    """Tokens that samples share are computed once, and each sample's target is scored."""
+    mb = pack(branches(1))
+    targets = np.random.default_rng(0).integers(0, 40, len(mb.token_ids)).astype(np.int32)
+    found = []
+    for sharing in ("tree", "off"):
+        tenants = build_tenants("dense", model=MODEL.model_copy(update={"shared_prefixes": sharing}))
+        create(tenants, [CASE])
+        spec = SumLoss(type="cross_entropy")
+        found += run(tenants, mb, sum_loss=spec, targets=(targets,), is_forward_only=True).logprobs
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
 
 
 def test_all_log_probabilities_are_those_of_a_learner():
