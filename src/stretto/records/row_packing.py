@@ -155,7 +155,7 @@ class PrefixTree:
 
     @cached_property
     def next_beside(self) -> Int[np.ndarray, " nodes"]:
-        """Of a tree of `build`, for each node the first one behind it that is not below it."""
+        """The first node behind each that is not below it, in a tree of `build`."""
         found = np.arange(1, len(self.parents) + 1)
         for node in range(len(found) - 1, -1, -1):
             if self.parents[node] >= 0:

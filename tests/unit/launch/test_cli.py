@@ -110,7 +110,7 @@ def test_help_of_a_word_shows_only_its_keys(capsys: pytest.CaptureFixture[str]) 
     assert flags and all(flag.endswith("normalize-std") for flag in flags)
     assert cli.main(["rl", "--help", "group-size"]) == 0
     flags = {line.split()[0] for line in capsys.readouterr().out.split("\n") if line.startswith("  --")}
-    assert {"--orchestrator.group-size", "--orchestrator.eval.rollouts-per-example"} <= flags
+    assert {"--orchestrator.group-size", "--orchestrator.eval.group-size"} <= flags
     assert cli.main(["rl", "--help", "nonsense"]) == 0
     assert "no key of `stretto rl` contains `nonsense`" in capsys.readouterr().out
 
