@@ -84,7 +84,10 @@ def children(launcher: int) -> dict[str, int]:
     """Role -> pid of the processes that a launcher has started so far."""
     found = {}
     for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except FileNotFoundError:  # it has ended meanwhile
+            continue
         role = words[3].decode() if words[1:3] == [b"-m", b"stretto"] else ""
         if role in ROLES:
             found[role] = int(pid)
