@@ -33,6 +33,7 @@ from stretto.records.rollout import Branch, Group, Rollout
 from stretto.vime.convert import response_start
 from stretto_review import scores
 from stretto_review.judging import Replies
+from stretto_review.recorded import make_parent
 from stretto_review.rescore import groups_of, step_range
 from stretto_view.roles import stretches, without_end
 
@@ -225,7 +226,7 @@ def export(words: Sequence[str]) -> int:
     path = Path(args.out) if args.out else run.path / "exports" / f"{args.kind}{end}"
     if path.exists() and (args.format == "hf" or not path.is_file()):
         raise ConfigError(f"--out {path}: there is something already; name another place")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(path)
     chosen = Chosen(Replies(run), args.min_reward, args.margin, args.text)
     chosen.scores = scores.load(run.dir, args.scores) if args.scores else None
     count = write(path, _rows(run, groups, chosen, KINDS[args.kind]))

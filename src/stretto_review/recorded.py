@@ -140,7 +140,7 @@ def write_bundle(run: Run, step: int, out: Path | None) -> Path:
                 f"the steps {', '.join(map(str, begin))}"
             )
     path = out or here.path / "exports" / f"step_{step}{SUFFIX}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(path)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         part = RunDir(Path(scratch) / f"{here.path.name}-step-{step}")
         part.configs.mkdir(parents=True)
@@ -162,6 +162,16 @@ def write_bundle(run: Run, step: int, out: Path | None) -> Path:
         with atomic_path(path) as target, tarfile.open(target, "w:gz", compresslevel=1) as archive:
             archive.add(part.path, part.path.name)
     return path
+
+
+def make_parent(path: Path) -> None:
+    """Make the directory of a file that is given with --out. Raises: ConfigError if that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise ConfigError(
+            f"--out {path}: {path.parent} cannot be made ({cause.strerror}); name another place"
+        ) from None
 
 
 def _without_secrets(data: Any) -> Any:

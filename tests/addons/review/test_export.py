@@ -81,6 +81,6 @@ def test_a_place_below_a_file_is_no_bug(
 ) -> None:
     monkeypatch.delenv(keeper.VARIABLE, raising=False)
     (tmp_path / "file").write_text("")
-    assert main(["export", str(run), "--out", str(tmp_path / "file" / "rows.jsonl")]) == 1
+    assert main(["export", str(run), "--out", str(tmp_path / "file" / "rows.jsonl")]) == 2
     err = capsys.readouterr().err
-    assert "file exists; give another place" in err and "bug" not in err
+    assert "cannot be made (File exists); name another place" in err and "bug" not in err

@@ -18,6 +18,7 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
 from stretto.vime import Arguments
+from stretto_review.export import export
 from stretto_review.recorded import as_training, batch_of_step, unpack, without_ports, write_bundle
 from stretto_review.replay import replay
 
@@ -182,3 +183,10 @@ def test_a_bundle_writes_nothing_elsewhere(tmp_path: Path, name: str) -> None:
         unpack(place / "a.bundle")
     assert [each.name for each in tmp_path.iterdir()] == ["there"]
     assert [each.name for each in place.iterdir()] == ["a.bundle"]
+
+
+@pytest.mark.parametrize("verb", [replay, export])
+def test_a_place_that_cannot_be_made_is_told(run: Path, verb: Any) -> None:
+    more = ["--bundle", "1"] if verb is replay else []
+    with pytest.raises(ConfigError, match=r"--out /proc/x/y: /proc/x cannot be made"):
+        verb([str(run), *more, "--out", "/proc/x/y"])
