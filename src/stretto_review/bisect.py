@@ -28,7 +28,7 @@ from stretto.base.status import harmless
 from stretto.config.changes import differences
 from stretto.config.reading.plain import PlainParser
 from stretto.config.section import dotted
-from stretto_review.recorded import SUFFIX, as_training, unpack, without_ports
+from stretto_review.recorded import SUFFIX, as_training, unpack, without_ports, without_secrets
 from stretto_review.replay import NOT_PLAYED
 
 SAME, DIFFERS = 0, 1
@@ -131,8 +131,8 @@ def changes_of_words(words: Sequence[str]) -> list[Change]:
 
 
 def changes_of_run(config: dict[str, Any], other: Run) -> list[Change]:
-    """What the training of another run is configured differently in."""
-    ours, theirs = (as_training(without_ports(each), Path()) for each in (config, other.config))
+    """What the training of another run is configured differently in; not its secrets, which a file of a step lacks."""
+    ours, theirs = (as_training(without_ports(without_secrets(each)), Path()) for each in (config, other.config))
     for each in (ours, theirs):
         for name in ("run", "output_dir", "monitors", "max_steps"):
             each.pop(name, None)

@@ -144,7 +144,7 @@ def write_bundle(run: Run, step: int, out: Path | None) -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         part = RunDir(Path(scratch) / f"{here.path.name}-step-{step}")
         part.configs.mkdir(parents=True)
-        part.config("run").write_text(json.dumps(_without_secrets(run.config), indent=2) + "\n")
+        part.config("run").write_text(json.dumps(without_secrets(run.config), indent=2) + "\n")
         for file in (here.clock, here.tokenizer):
             if file.exists():
                 (shutil.copytree if file.is_dir() else shutil.copy2)(file, part.path / file.name)
@@ -174,14 +174,14 @@ def make_parent(path: Path) -> None:
         ) from None
 
 
-def _without_secrets(data: Any) -> Any:
+def without_secrets(data: Any) -> Any:
     """The data of a config for somebody else: environment variables and keys that are secrets are left out."""
     if isinstance(data, list):
-        return [_without_secrets(each) for each in data]
+        return [without_secrets(each) for each in data]
     if not isinstance(data, dict):
         return data
     kept = {name: value for name, value in data.items() if not is_secret(name) and name != "headers"}
-    return {name: _without_secrets(value) for name, value in kept.items()}
+    return {name: without_secrets(value) for name, value in kept.items()}
 
 
 def _copy_ledger(here: RunDir, part: RunDir, step: int) -> list[int]:

@@ -51,7 +51,11 @@ def test_changes_of_a_run_are_those_of_its_training(tmp_path: Path) -> None:
     def section(**more):
         return {"algo": {"type": "grpo"}, "group_size": 8, "env": [{"id": "a", "args": {"n": 1}}]} | more
 
-    ours = {"orchestrator": section(concurrency=4), "trainer": {"optim": {"lr": 1.0, "betas": [0.9, 0.95]}}}
+    ours = {
+        "orchestrator": section(concurrency=4),
+        "trainer": {"optim": {"lr": 1.0, "betas": [0.9, 0.95]}},
+        "env_vars": {},
+    }
     other = write_run(
         tmp_path / "two",
         4,
@@ -59,6 +63,7 @@ def test_changes_of_a_run_are_those_of_its_training(tmp_path: Path) -> None:
             "orchestrator": section(concurrency=8, env=[{"id": "a", "args": {"n": 2}}]),
             "trainer": {"optim": {"lr": 0.5, "betas": [0.9, 0.99]}, "loss": None},
             "run": {"name": "two"},
+            "env_vars": {"WANDB_API_KEY": "s3cret"},
         },
     )
     found = changes_of_run(write_config(tmp_path / "one", ours), Run(other))

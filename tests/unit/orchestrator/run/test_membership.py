@@ -61,21 +61,26 @@ def test_the_last_wish_for_an_engine_is_what_becomes_of_it(tmp_path: Path, wishe
     assert newest["data"]["engines"].get(B, {"state": None})["state"] == left
 
 
+def engines_after_wishes(run: RunDir, ledger: Ledger) -> list[str]:
+    """The engines of a run with A and B, a second after it has read the wishes that are there."""
+
+    async def scenario() -> list[str]:
+        async with EngineClient([A, B]) as client, asyncio.TaskGroup() as tasks:
+            parts: Any = SimpleNamespace(run_dir=run, engines=client, ledger=ledger)
+            Membership(parts).update(tasks)
+            await asyncio.sleep(1)
+            return list(client.fleet.nodes)
+
+    return run_virtual(scenario())
+
+
 def test_after_a_resume_engines_that_had_joined_join_again_and_those_that_had_left_are_there(tmp_path: Path) -> None:
     run, ledger = RunDir(tmp_path), Ledger(RunDir(tmp_path))
     run.engines.mkdir()
     for name, url, state in (("b", B, "removed"), ("c", C, "on")):
         run.engine_wish(name).write_text(json.dumps({"url": url, "state": state, "wait_s": 30.0}))
 
-    async def scenario() -> list[str]:
-        async with EngineClient([A, B]) as client, asyncio.TaskGroup() as tasks:
-            parts: Any = SimpleNamespace(run_dir=run, engines=client, ledger=ledger)
-            membership = Membership(parts)
-            membership.update(tasks)
-            await asyncio.sleep(1)
-            return list(client.fleet.nodes)
-
-    assert run_virtual(scenario()) == [A, B, C]
+    assert engines_after_wishes(run, ledger) == [A, B, C]
     ledger.close()
 
 
@@ -165,14 +170,7 @@ def test_two_names_of_one_engine_that_are_added_at_once_are_one_engine(tmp_path:
     for name, url in (("c", C), ("d", "http://localhost:3")):
         run.engine_wish(name).write_text(json.dumps({"url": url, "state": "on", "wait_s": 30.0}))
 
-    async def scenario() -> list[str]:
-        async with EngineClient([A, B]) as client, asyncio.TaskGroup() as tasks:
-            parts: Any = SimpleNamespace(run_dir=run, engines=client, ledger=ledger)
-            Membership(parts).update(tasks)
-            await asyncio.sleep(1)
-            return list(client.fleet.nodes)
-
-    assert run_virtual(scenario()) == [A, B, C]
+    assert engines_after_wishes(run, ledger) == [A, B, C]
     ledger.close()
 
 
