@@ -5,8 +5,9 @@
 Cells of `train` are those of prime-rl's own table (`benchmarks/baselines`, January 2026): two micro batches of
 one row each per step, compiled blocks, all activations computed again, tokens that mean nothing, 4 steps of which the
 first is not counted. Their column is the published figure of one H100 (80 GB). A random model has the shape of the
-named one, because time does not depend on what weights say; its tokens are drawn. `run` cells are whole runs (`stretto rl`): trainer and
-embedded engine share the GPU; the step and the publication of a version as their metrics have them, beside TRL's; their tokenizer is one of letters.
+named one, because time does not depend on what weights say; its tokens are drawn. `run` cells are whole runs (`rl`):
+trainer and embedded engine share the GPU; the step and the publication of a version as their metrics have them,
+beside TRL's; their tokenizer is one of letters.
 
 Each cell is a process of its own and ends in the JSON file, one object per cell. Cells that are there already are not
 measured again (--anew), and none begins that would not end in time, so the command may be called until it says `done`.
