@@ -54,7 +54,7 @@ REFUSED_CALLS = {  # by machine: its number in audit.h, and the numbers of the c
 """socket; io_uring_setup, _enter, _register (they open sockets too); add_key, request_key, keyctl; ptrace,
 process_vm_readv, process_vm_writev, pidfd_getfd; bpf, perf_event_open, userfaultfd."""
 ENTERED, GUARDED = b"entered", b"guarded"
-"""The report of `enter` if nothing went wrong; GUARDED where the program cannot reach the processes that wait for it."""
+"""The report of `enter` if nothing went wrong; GUARDED if it cannot reach those that wait for it."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
