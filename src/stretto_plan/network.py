@@ -8,7 +8,7 @@ and costs.py turn them into bytes and seconds. The counts of weights are those o
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,9 +94,9 @@ class NetworkSize:
     @cached_property
     def _ops_per_key(self) -> dict[float, float]:
         """Operations of one query for one key it sees, over the layers in which it sees at most so many keys."""
-        cfg, found = self.shape, Counter[float]()
+        cfg, found = self.shape, defaultdict[float, float](float)
         for layer in cfg.attending_layers:
-            window = cfg.attention(layer).window or math.inf
+            window: float = cfg.attention(layer).window or math.inf
             if cfg.latent is None:
                 found[window] += 4.0 * cfg.attention(layer).num_heads * cfg.head_dim
                 continue
