@@ -185,13 +185,13 @@ class VowelTurns(MultiTurnEnv):
 
 
 class Patient(VowelTurns):
-    """The same with ten turns, and a tool that takes its time before each of them."""
+    """The same with twelve turns, and a tool that takes its time before each of them."""
 
     name = "patient"
 
     async def respond(self, episode: Episode, reply: Reply) -> list[dict[str, str]] | None:
-        await asyncio.sleep(1.5)
-        return [{"role": "user", "content": "again"}] if episode.num_turns < 10 else None
+        await asyncio.sleep(2.0)
+        return [{"role": "user", "content": "again"}] if episode.num_turns < 12 else None
 
 
 class Team:
