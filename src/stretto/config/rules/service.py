@@ -22,6 +22,7 @@ REFUSED = {
     "model.tp": SPREAD,
     "model.sequence_parallel": SPREAD,
     "model.scratch": "the service has one model; name it as model.name",
+    "weight_broadcast.interval": "the service samples with every version; leave it out",
     "colocate": "the service has the devices; leave it out",
     "slurm": ON_THIS_MACHINE,
     "ray": ON_THIS_MACHINE,

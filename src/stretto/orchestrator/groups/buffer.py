@@ -2,8 +2,9 @@
 
 Steps are counted from 1, policy versions from 0: step n trains on batch n and makes version n. A batch for
 step n may hold no rollout whose first token came from a version older than n-1-max_off_policy_steps. Batch n
-is not shipped before version n-1-max_async_level is loaded, so generation is at most max_async_level steps ahead
-of the trained weights.
+is not shipped before version n-1-max_async_level, or a newer one, is loaded, so generation is at most max_async_level
+steps ahead of the trained weights. If engines get every k-th version, k is at most max_async_level + 1: of any
+max_async_level + 1 versions in a row they get one, so the version for which a batch waits comes.
 
 A group holds a slot from its draw until the weights it was trained into are loaded on every engine; there are
 (max_async_level + 1) batches of slots. Its states:
@@ -154,6 +155,8 @@ class Bounds:
     is_deterministic: bool = False
     sync_interval: int | None = None
     """Steps after which a deterministic run waits for their weights before it plays on."""
+    update_interval: int = 1
+    """Steps between two versions that engines get."""
     first_version: int = 0
     """The version with which this incarnation of the run begins."""
 
@@ -175,7 +178,8 @@ class Bounds:
     def version_of(self, step: int) -> int:
         """The version that plays the batch of `step` in a deterministic run: the oldest that is allowed."""
         synchronised = (step - 1) // self.sync_interval * self.sync_interval if self.sync_interval else 0
-        return max(step - 1 - self.max_steps_ahead, synchronised, self.first_version)
+        oldest = max(step - 1 - self.max_steps_ahead, synchronised)
+        return max(-(-oldest // self.update_interval) * self.update_interval, self.first_version)
 
     def oldest_version(self, step: int) -> int:
         """The oldest version whose first tokens may be trained at `step`."""
