@@ -99,8 +99,8 @@ def _version_gaps(db: sqlite3.Connection) -> Iterator[str]:
     infos = (msgspec.json.decode(info) for info in schema.column(db, "SELECT info FROM incarnations"))
     interval = max((info.get("update_interval", 1) for info in infos), default=1)
     if versions and (versions[0] != first or any(after - before > interval for before, after in pairwise(versions))):
-        each = "" if interval == 1 else f", at most {interval} apart"
-        yield f"published versions are not {first} and those after it{each}: {_runs(versions)}"
+        each = f", at most {interval} apart" if interval > 1 else ""
+        yield f"published versions are not {first}, {first + 1}, {first + 2}, ...{each}: {_runs(versions)}"
     query = "SELECT coalesce(max(step), ?) FROM batches WHERE state != 'undone'"
     shipped = schema.scalar(db, query, first)
     if versions and versions[-1] > shipped:

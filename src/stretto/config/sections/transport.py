@@ -75,11 +75,6 @@ class WeightsSection(Section):
         and what a run has when it is stopped."""
         return version % self.interval == 0 or version == end
 
-    def next_sent(self, version: int, *, end: int | None) -> int:
-        """The version that engines get after `version`, if the run is not stopped before."""
-        following = (version // self.interval + 1) * self.interval
-        return following if end is None or version >= end else min(following, end)
-
 
 class ShmWeights(WeightsSection):
     """Weights travel through shared memory; trainer and engines are on one host."""

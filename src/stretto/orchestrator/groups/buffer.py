@@ -200,6 +200,7 @@ class Buffer:
     num_replaced: int = 0  # zero-signal groups since the last batch
     num_rejected: int = 0  # groups that gates and filters rejected since the last batch
     max_running: int | None = None  # groups; set by adaptive concurrency
+    recorded_sizes: dict[int, int] = field(default_factory=dict)  # groups of batches that were recorded, by step
     pending_redraws: set[int] = field(default_factory=set)  # draws that a resumed run has yet to start again
     _num_by_state: dict[SlotState, int] = field(default_factory=lambda: dict.fromkeys(SlotState, 0))
     _num_added: int = 0
@@ -364,6 +365,7 @@ class Buffer:
             slot.step = step
             self._num_ended += 1
             self._move(slot, SlotState.SHIPPED)
+        self.recorded_sizes.pop(step, None)
         self.next_step += 1
         self.num_rejected = 0
         dropped = {slot: slot.rejected or DropReason.ZERO_SIGNAL for slot in discarded}
@@ -472,6 +474,8 @@ class Buffer:
     def _size_of_batch(self) -> int | None:
         """Number of groups of the next batch; None if too few are ready."""
         bounds, num_ready = self.bounds, self._num_by_state[SlotState.READY]
+        if (recorded := self.recorded_sizes.get(self.next_step)) is not None:
+            return recorded if num_ready >= recorded else None
         if bounds.tokens_per_batch is not None:
             num_fillers = num_ready - len(self._preferred)  # further ones have been replaced
             num_tokens = 0

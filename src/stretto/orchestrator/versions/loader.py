@@ -37,18 +37,19 @@ class VersionLoader:
         *,
         start: int,
         timeout_s: float,
-        after: Callable[[int], int] = lambda version: version + 1,
+        interval: int = 1,
+        end: int | None = None,
         tolerance: float | None = None,
         generation: Callable[[], int] = lambda: 0,
         devices: SharedDevices | None = None,
     ) -> None:
-        """after: the version that is due after one; only the last may come earlier, from a run that is stopped.
+        """interval: steps between two versions. end: the last one, which comes in any case; that of a stopped run, too.
 
         tolerance: of the canary check, in nats; None: `canary.tolerance_of` it. devices: of a run with [colocate].
         generation: returns a number that grows whenever an engine goes down or comes back.
         """
-        self.next_version = start
-        self._after = after
+        self._start, self._loaded = start, -1
+        self._interval, self._end = interval, end
         self._due: int | None = start  # the next version; None after the last one of a stopped run
         self.load_s = 0.0  # of the latest load
         self._engines, self._ledger, self._timeout_s = engines, ledger, timeout_s
@@ -107,7 +108,7 @@ class VersionLoader:
             self._checked_generation = generation
         self._ledger.version_loaded(version)
         self.load_s = time.perf_counter() - started
-        self.next_version = self._after(version)
+        self._loaded = version
         logger.debug("loaded version=%d in %.3fs", version, self.load_s)
 
     async def _check(self, manifest: WeightManifest, canary: Canary) -> None:
@@ -131,6 +132,16 @@ class VersionLoader:
         scoring = self._engines.score_canary(tokens, name, canary.image)
         answers = await wait_for(scoring, self._timeout_s, what)
         self._check_canary.probe(manifest, canary, answers)
+
+    @property
+    def next_version(self) -> int:
+        """The version that is due to be loaded."""
+        return self._start if self._loaded < 0 else self._after(self._loaded)
+
+    def _after(self, version: int) -> int:
+        """The version that is due after `version`."""
+        following = (version // self._interval + 1) * self._interval
+        return following if self._end is None or version >= self._end else min(following, self._end)
 
     @property
     def wants_canary(self) -> bool:
