@@ -158,7 +158,7 @@ def test_batches_of_any_number_of_groups_are_repeated(model: Path, tmp_path: Pat
         rows = ledger.rows("SELECT step, group_id, count(*) AS num FROM live_rollouts GROUP BY step, group_id")
     groups = Counter(row["step"] for row in rows)
     assert len({row["num"] for row in rows}) > 1, "groups are of several sizes"
-    assert what != "tokens" or len(set(groups.values())) > 1, f"batches have several numbers of groups: {groups}"
+    assert what != "tokens" or max(groups.values()) < 8, f"batches end with their tokens: {groups}"
     code, output = wait(start("replay", [str(run)], tmp_path))
     assert code == 0 and "NO DIFFERENCE in 6 steps of training" in output, output
     code, output = wait(start("replay", [str(run), "--bundle", "4", "--out", str(tmp_path / "a.bundle")], tmp_path))

@@ -251,7 +251,7 @@ def update_interval(s: OrchestratorSection, at: At) -> Problems:
         yield Problem(
             (every, levels),
             f"{every} leaves a batch waiting for weights that no engine gets: it may be {levels.path} + 1 = {level + 1}"
-            f" at most; lower it, or set {levels.path} = {interval - 1}",
+            f" at most; lower it{'' if s.colocate else f', or set {levels.path} = {interval - 1}'}",
         )
     if s.eval is None:
         return
