@@ -105,10 +105,7 @@ ONE = json.dumps([{"id": "sort-letters"}])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--orchestrator.max_async_level", "1"],
-            r"interval = 3 .*max_async_level \+ 1 = 2 at most; lower it, or set",
-        ),
+        (["--orchestrator.max_async_level", "1"], r"interval = 3 .*max_async_level \+ 1 = 2 at most; lower it, or set"),
         (["--colocate", "{}"], r"interval = 3 .*max_async_level \+ 1 = 1 at most; lower it$"),
         (["--orchestrator.steering", "{}"], r"interval = 3 .*steering.min_level \+ 1 = 2 at most"),
         (["--orchestrator.eval.interval", "10"], r"eval.interval = 10 is the eval of .* use 9 or 12, or another"),
