@@ -3,10 +3,11 @@
 Levels are the rungs of a ladder: 1, 2, 3, 4, 6, 8, 12, 16 and so on, between the bounds. After a change the steps in
 which it takes effect are left out; then `interval` steps are measured, and one decision is made:
 
-    effective sample size below min_ess      one rung down
+    effective sample size below min_ess      down to where it should be above, if its logarithm grows with the level
     the level does not earn its gain         one rung down; tried again after `retry` decisions, then twice as many
     the trainer waits                        up to where it would not wait, if rollouts per second grow with those in
-                                             flight; decided after EARLY_STEPS if it waits for most of the time
+                                             flight, and no level that should be below min_ess; decided after
+                                             EARLY_STEPS if it waits for most of the time
     no lower rung was measured for a while   one rung down, to see whether it is as good
     else                                     no change
 
@@ -100,10 +101,10 @@ class Speed:
 
     @property
     def error(self) -> float:
-        """Standard error of the mean, as a share of it, if steps are independent."""
+        """Standard error of the mean, as a share of it: that of so few steps, as Student's t has it."""
         mean = self.seconds / self.steps
         variance = max(self.squares / self.steps - mean**2, 0.0)
-        return math.sqrt(variance / max(self.steps - 1, 1.0)) / mean
+        return math.sqrt(variance / max(self.steps - 3, 1.0)) / mean
 
 
 class Steering:
@@ -170,7 +171,8 @@ class Steering:
             if rung == 0:
                 return 0, f"ess is below min_ess = {cfg.min_ess:g} at the lowest level"
             self._fail(level)
-            return rung - 1, f"ess is below min_ess = {cfg.min_ess:g}"
+            lower_rungs = (each for each in range(rung - 1, 0, -1) if self._is_worth(self.rungs[each], ess))
+            return next(lower_rungs, 0), f"ess is below min_ess = {cfg.min_ess:g}"
         own = self._speeds[level]
         lower = next((each for each in reversed(self.rungs[:rung]) if self._speed_of(each) is not None), None)
         if lower is not None and (below := self._speeds[lower]).mean > 0:
@@ -178,21 +180,28 @@ class Steering:
             if gain + (1 + gain) * math.hypot(own.error, below.error) < wanted:
                 self._fail(level)
                 return rung - 1, f"level {level} gives {gain:+.0%} over level {lower} and must give {wanted:+.0%}"
-        if waited > cfg.min_wait and (up := self._rung_without_wait(waited)) > rung:
+        if waited > cfg.min_wait and (up := self._rung_without_wait(waited, ess)) > rung:
             return up, "the trainer waits"
         if rung and lower is None:
             return rung - 1, "is a lower level as good?"
         return rung, "no other level is known to be better"
 
-    def _rung_without_wait(self, waited: float) -> int:
-        """The rung at which the trainer would not wait, below those that have failed lately; at least one up."""
+    def _rung_without_wait(self, waited: float, ess: float) -> int:
+        """The rung at which the trainer would not wait, below those that have failed lately or would be below min_ess;
+        otherwise at least one up.
+        """
         wanted = (self.level + 1) / max(1 - waited, 0.05) - 1
         up = self._rung
         while up + 1 < len(self.rungs) and self._blocked_until.get(self.rungs[up + 1], 0) <= self._num_decisions:
-            if up > self._rung and self.rungs[up + 1] > wanted:
+            is_enough = up > self._rung and self.rungs[up + 1] > wanted
+            if is_enough or not self._is_worth(self.rungs[up + 1], ess):
                 break
             up += 1
         return up
+
+    def _is_worth(self, level: int, ess: float) -> bool:
+        """Whether min_ess should hold at this level, where `ess` is that of the current one."""
+        return ess ** (level / self.level) >= self.cfg.min_ess
 
     def _speed_of(self, level: int) -> Speed | None:
         """What was measured of a level; None if that is forgotten."""
