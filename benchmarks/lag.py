@@ -1,4 +1,4 @@
-"""What keeps the gain when rollouts are older: losses, rates, rarer updates on one task, against level 1 as the control.
+"""What keeps the gain when rollouts are older: losses, rates, rarer updates, against level 1 as the control.
 
     python benchmarks/lag.py [--quick] [--seeds 21 22 23] [--steps 50] [--only ARM ...] [--rows FILE]
 

@@ -201,7 +201,7 @@ class Steering:
 
     def _is_worth(self, level: int, ess: float) -> bool:
         """Whether min_ess should hold at this level, where `ess` is that of the current one."""
-        return ess ** (level / self.level) >= self.cfg.min_ess
+        return bool(ess ** (level / self.level) >= self.cfg.min_ess)
 
     def _speed_of(self, level: int) -> Speed | None:
         """What was measured of a level; None if that is forgotten."""
