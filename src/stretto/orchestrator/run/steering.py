@@ -70,7 +70,7 @@ class Window:
     effective: float = 0.0
     waited_s: float = 0.0
     squares: float = 0.0
-    """Of the seconds of each step."""
+    """The seconds of each step, squared."""
 
 
 @dataclass
