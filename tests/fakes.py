@@ -121,6 +121,7 @@ class FakeEngine:
         self._ends: dict[str, asyncio.Event] = {}  # by open request; when set, the request returns what it has
 
     num_ready = 1
+    num_replies = 0
     generation = 0
 
     async def watch(self) -> None:

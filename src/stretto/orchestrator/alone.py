@@ -75,6 +75,7 @@ class AbsentEngines:
 
     generation = 0
     num_ready = 0
+    num_replies = 0
 
     async def wait_ready(self, _: float) -> None:
         """Return at once."""
