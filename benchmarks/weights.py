@@ -55,8 +55,9 @@ LONG_BYTES = 100_000_000
 
 
 def model(num_parameters: int) -> list[tuple[str, torch.Tensor]]:
-    """Matrices of 128 x 128, as a small transformer has."""
-    return [(f"layers.{i}.weight", torch.randn(128, 128)) for i in range(num_parameters // 128**2)]
+    """Matrices of 128 x 128, as a small transformer has, or of 1024 x 1024."""
+    side = 128 if num_parameters * 4 < LONG_BYTES else 1024
+    return [(f"layers.{i}.weight", torch.randn(side, side)) for i in range(num_parameters // side**2)]
 
 
 def free_port() -> int:
@@ -74,7 +75,9 @@ def receiver() -> None:
         group = WeightGroup(request=str(manifest.version), world_size=1, rank=0)
         with receive(manifest, group) as tensors:
             for name, tensor in tensors:
-                held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+                if name not in held:
+                    held[name] = torch.empty_like(tensor)
+                held[name].copy_(tensor)
         print((time.perf_counter() - started) * 1e3, flush=True)
 
 
