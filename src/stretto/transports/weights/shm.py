@@ -60,7 +60,7 @@ SHM_DIR = Path("/dev/shm")
 
 STEP_BYTES = 1 << 30
 """While a first version is written, its file grows by its own size, and by at most this."""
-PIECE_BYTES = 1 << 18
+PIECE_BYTES = 1 << 20
 """Bytes that are copied at a time and then summed: they are still in the processor's cache."""
 LOOK_S = 10.0
 """An engine looks so often whether the files that it has mapped still exist."""
