@@ -36,14 +36,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch.distributed import DistNetworkError, PrefixStore, TCPStore
+from torch.distributed import DistNetworkError
 
 from stretto.base.errors import EngineError, WireError
 from stretto.config.sections.transport import CollectiveWeights
@@ -68,8 +66,9 @@ from stretto.transports.weights.layout import (
     tensors_of,
 )
 from stretto.transports.weights.shm import ShmFile, ShmReceiver
-from stretto.transports.weights.store import connect_store, create_store, new_gloo_group, use_interface_to
+from stretto.transports.weights.store import connect_store, create_store
 from stretto_broadcast.board import Board
+from stretto_broadcast.groups import Held, HeldGroup, broadcast, enter_group
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +95,6 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     group: str | None = None
     error: str | None = None
-
-
-class Held(msgspec.Struct, frozen=True):
-    """A process group that a receiver holds: its name, and this receiver's place in it."""
-
-    name: str
-    rank: int
-    size: int
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -212,7 +203,8 @@ class CollectivePublisher:
 
     def _fill_buckets(self, version: int, tensors: Iterable[NamedTensor]) -> RankShards:
         """Copy tensors of a GPU into buckets there."""
-        free = self._pop_free_buckets()
+        with self._lock:
+            free = self._free_buckets.pop() if self._free_buckets else []
         entries: list[TensorEntry] = []
         buffers: list[torch.Tensor] = []
         end = 0
@@ -251,11 +243,6 @@ class CollectivePublisher:
         files, self._files = self._files, []
         for file in files:
             os.close(file.fd)
-
-    def _pop_free_buckets(self) -> list[torch.Tensor]:
-        """The buckets of a released version, to be reused."""
-        with self._lock:
-            return self._free_buckets.pop() if self._free_buckets else []
 
     def _serve(self) -> None:
         """Answer requests for versions, until this publisher is closed."""
@@ -299,11 +286,11 @@ class CollectivePublisher:
         self._answer(request, Answer(group=name))
         device = buffers[0].device if buffers else torch.device("cpu")
         store, size = self._board.store, request.world_size + 1
-        held = _enter_group(held, name, store, self._rank, 0, size, device, self._timeout_s)
+        held = enter_group(held, name, store, self._rank, 0, size, device, self._timeout_s)
         group = held.process_group
         started = time.perf_counter()
         for buffer in buffers:
-            _broadcast(group, buffer).wait()
+            broadcast(group, buffer).wait()
         self._group = held
         logger.debug(
             "sent version=%d bytes=%d to %d in %.3fs",
@@ -382,7 +369,7 @@ class _GroupReceiver(Receiver):
             if answer.group is None:
                 raise WireError(f"{what}: {answer.error}.")
             timeout_s = self._location.timeout_s
-            return _enter_group(held, answer.group, board.store, sender, rank, size, self._device, timeout_s)
+            return enter_group(held, answer.group, board.store, sender, rank, size, self._device, timeout_s)
 
     @contextlib.contextmanager
     def _sender_errors(self, sender: int) -> Iterator[str]:
@@ -476,7 +463,7 @@ class HostReceiver(_GroupReceiver):
         self._received[sender] = memory
         parts = memory.split([bucket.num_bytes for bucket in buckets])
         with self._sender_errors(sender):
-            return [(part, _broadcast(group.process_group, part)) for part in parts]
+            return [(part, broadcast(group.process_group, part)) for part in parts]
 
     def _finish_receive(self, sender: int, works: Sequence[tuple[torch.Tensor, Any]]) -> None:
         """Wait for the buckets of a sender and verify them; each one while the next ones arrive."""
@@ -507,7 +494,7 @@ class DeviceReceiver(_GroupReceiver):
                 # The next buckets are received while one is loaded.
                 buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
                 with self._sender_errors(sender):
-                    ahead.append((sender, bucket, buffer, _broadcast(entered[sender].process_group, buffer)))
+                    ahead.append((sender, bucket, buffer, broadcast(entered[sender].process_group, buffer)))
                 if len(ahead) > NUM_AHEAD:
                     yield from self._finish_receive(*ahead.popleft())
             while ahead:
@@ -543,53 +530,7 @@ def min_over_receivers(manifest: WeightManifest, group: WeightGroup, worker: int
     return min(map(int, values))
 
 
-# -- what both ends share --
-
-
-@dataclass(frozen=True)
-class HeldGroup:
-    """A process group that this process holds after an update, until the next one begins."""
-
-    name: str
-    rank: int
-    size: int
-    process_group: object
-
-
-def _enter_group(
-    held: HeldGroup | None,
-    name: str,
-    store: TCPStore,
-    sender: int,
-    rank: int,
-    size: int,
-    device: torch.device,
-    timeout_s: float,
-) -> HeldGroup:
-    """The held process group if it has this name, else a new one."""
-    if held is not None and held.name == name:
-        return held
-    return HeldGroup(name, rank, size, _new_group(store, f"group/{sender}/{name}", rank, size, device, timeout_s))
-
-
-def _new_group(store: TCPStore, prefix: str, rank: int, size: int, device: torch.device, timeout_s: float) -> object:
-    """A process group that torch does not register, so that an engine's own is not affected."""
-    if device.type != "cuda":
-        return new_gloo_group(store, prefix, rank, size, timeout_s)
-    from torch.distributed import ProcessGroupNCCL
-
-    use_interface_to(store.host)
-    torch.cuda.set_device(device)
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    return ProcessGroupNCCL(PrefixStore(prefix, store), rank, size, options)
-
-
-def _broadcast(group: object, tensor: torch.Tensor) -> Any:
-    options = torch._C._distributed_c10d.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    return group.broadcast([tensor], options)  # type: ignore[attr-defined]
+# -- an engine's connection --
 
 
 class Connection:

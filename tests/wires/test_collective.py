@@ -357,14 +357,14 @@ def test_a_sender_that_is_lost_on_the_way_fails_the_update_in_time(tmp_path, is_
         received(manifest, group("r0"))
         manifest = published(ranks, 1, owned)
         collective._connections.clear()  # so that it enters new groups
-        enter = collective._enter_group
+        enter = collective.enter_group
 
         def lose_and_enter(held, name, store, sender, *args):
             if sender == 1:
                 ranks[1].process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGKILL)
             return enter(held, name, store, sender, *args)
 
-        monkeypatch.setattr(collective, "_enter_group", lose_and_enter)
+        monkeypatch.setattr(collective, "enter_group", lose_and_enter)
         with pytest.raises(WireError, match="version 1 from trainer rank 1"):
             receive(manifest, group("r1"))
 

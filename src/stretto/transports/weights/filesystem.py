@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import numpy as np
@@ -47,6 +47,9 @@ from stretto.transports.weights.layout import (
     tensor_over,
 )
 
+if TYPE_CHECKING:
+    from jaxtyping import Shaped, UInt8
+
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 30
@@ -55,7 +58,7 @@ PIECE_BYTES = 8 << 20
 NUM_WRITERS = 2
 HEADER_BYTES = 1 << 16
 _ENTRY_BYTES = 128
-"""Of a tensor's entry in the header, at most, without its name and the digits of its shape."""
+"""Bytes of a tensor's entry in the header, at most, without its name and the digits of its shape."""
 _VERSION = re.compile(r"version_(\d+)$")
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -78,7 +81,7 @@ class FilesystemPublisher:
         self._keep_versions = keep_versions
         self._shard_bytes, self._ranks = shard_bytes, ranks
         self._in_use: set[int] = set()  # published by this process and not yet released
-        # More than are being written: one is filled meanwhile. They are kept, because new memory costs more than a copy.
+        # One is filled while the others are written. They are kept, because new memory costs more than a copy.
         self._buffers = deque(_pages(PIECE_BYTES) for _ in range(NUM_WRITERS + 1))
         directory.mkdir(parents=True, exist_ok=True)
         if ranks.rank == 0:
@@ -158,7 +161,9 @@ class FilesystemPublisher:
 class ShardFile:
     """A safetensors file while it is written."""
 
-    def __init__(self, path: Path, shard: int, buffers: deque[torch.Tensor], writers: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, path: Path, shard: int, buffers: deque[UInt8[torch.Tensor, " bytes"]], writers: ThreadPoolExecutor
+    ) -> None:
         self._fd = _open_direct(path)
         self._shard, self._buffers, self._writers = shard, buffers, writers
         self._writing: deque[Future[None]] = deque()
@@ -168,13 +173,13 @@ class ShardFile:
         self._header_bytes = _ENTRY_BYTES
         self.entries: list[TensorEntry] = []
 
-    def has_room(self, name: str, tensor: torch.Tensor, shard_bytes: int) -> bool:
+    def has_room(self, name: str, tensor: Shaped[torch.Tensor, " ..."], shard_bytes: int) -> bool:
         """Whether this tensor belongs into the file: within its size and header, at a multiple of its items' size."""
         size = self._end - HEADER_BYTES + tensor.nbytes
         header = self._header_bytes + _header_bytes(name, tensor)
         return size <= shard_bytes and header <= HEADER_BYTES and self._end % tensor.element_size() == 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: Shaped[torch.Tensor, " ..."]) -> None:
         """Append a tensor; a copy of it is written."""
         dtype, shape = dtype_name(name, tensor), tuple(tensor.shape)
         self.entries.append(TensorEntry(name, dtype, shape, self._shard, self._end, tensor.nbytes))
@@ -218,7 +223,7 @@ class ShardFile:
         self._buffers.rotate(-1)
         self._next_buffer()
 
-    def _next_buffer(self) -> torch.Tensor:
+    def _next_buffer(self) -> UInt8[torch.Tensor, " bytes"]:
         """The first buffer, once it is written."""
         while len(self._writing) >= len(self._buffers):
             self._writing.popleft().result()
@@ -235,7 +240,7 @@ class ShardFile:
         os.close(self._fd)
 
 
-def _header_bytes(name: str, tensor: torch.Tensor) -> int:
+def _header_bytes(name: str, tensor: Shaped[torch.Tensor, " ..."]) -> int:
     """At most so many bytes has a tensor's entry in a header."""
     return _ENTRY_BYTES + len(msgspec.json.encode((name, tuple(tensor.shape))))
 
@@ -279,7 +284,7 @@ def _write_at(fd: int, view: memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def _pages(num_bytes: int) -> torch.Tensor:
+def _pages(num_bytes: int) -> UInt8[torch.Tensor, " bytes"]:
     """New bytes that begin at a page, as writing past the page cache requires."""
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
