@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 SHARD_BYTES = 4 << 30
 PIECE_BYTES = 8 << 20
 """Bytes of one write, and of one read."""
-NUM_WRITERS = 2
+NUM_WRITERS = NUM_READERS = 2
 HEADER_BYTES = 1 << 16
 _ENTRY_BYTES = 128
 """Bytes of a tensor's entry in the header, at most, without its name and the digits of its shape."""
@@ -318,18 +318,17 @@ class MappedReceiver(Receiver):
             self.close()
             raise
 
-    @staticmethod
-    def _prepare(part: memoryview) -> None:
-        """Called with each part of a mapping before it is read."""
-        read_pages(part)
-
     def _checksum(self, mapped: mmap.mmap) -> int:
         checksum, view = new_checksum(self.manifest), memoryview(mapped)
-        for start in range(0, len(view), PIECE_BYTES):
-            part = view[start : start + PIECE_BYTES]
-            self._prepare(part)
+        for part in self._read([view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES)]):
             checksum.add(part)
         return checksum.value
+
+    def _read(self, parts: list[memoryview]) -> Iterator[memoryview]:
+        """Parts of a mapping, each once it is in memory: the next ones are read meanwhile."""
+        with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights") as readers:
+            for part, _ in zip(parts, readers.map(read_pages, parts)):
+                yield part
 
     def __iter__(self) -> Iterator[NamedTensor]:
         for entry in self.manifest.tensors:

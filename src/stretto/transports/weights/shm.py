@@ -24,7 +24,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -209,9 +209,8 @@ class ShmReceiver(MappedReceiver):
             raise WireError(f"weights of version {self.manifest.version}: {path} holds {what}.")
         return mapped
 
-    @staticmethod
-    def _prepare(part: memoryview) -> None:
-        """A kept mapping has all of its pages."""
+    def _read(self, parts: list[memoryview]) -> Iterator[memoryview]:
+        yield from parts  # a kept mapping has all of its pages
 
     def check_unchanged(self) -> None:
         for path, mapped in zip(self._paths, self._maps):
