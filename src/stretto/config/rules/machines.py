@@ -476,6 +476,17 @@ def mapped_memory(c: RLConfig, at: At) -> Problems:
             yield Problem((wire, at(path)), what)
 
 
+def changes_within_a_machine(c: RLConfig, at: At) -> Problems:
+    """Sending only changes costs more than sending all weights where they do not leave the machine."""
+    changes, wire = at("weight_broadcast.delta"), c.weight_broadcast
+    if wire.delta is not None and c.inference is not None and c.deployment.type == "single_node":
+        yield Problem(
+            changes,
+            f"[{changes.path}]: trainer and engines are on one machine, where finding and applying changes takes "
+            "longer than copying all weights does; leave it out",
+        )
+
+
 def policy_adapter(c: RLConfig, at: At) -> Problems:
     """vLLM's LoRA kernels have room for the adapter that the run trains."""
     served = None if c.inference is None else c.inference.lora
