@@ -19,10 +19,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.base.errors import DataError
+from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import LoRASection
+from stretto.models.hf import find_adaptable_layers
 from stretto.models.lora import Adapter, save_adapter
-from stretto_vllm.patches.adapters import AdapterLimits
+from stretto_vllm.base import adaptable_weights, names_in_files
+from stretto_vllm.patches.adapters import refusal_of_layers
 
 if TYPE_CHECKING:
     from stretto.transports.weights.layout import NamedTensor
@@ -48,14 +50,13 @@ class PolicyAdapter:
 
         Raises: DataError if vLLM cannot compute it; the one before then stays, as after any other error.
         """
-        adapter = Adapter.from_tensors(tensors, rank, scaling)
+        adapter = self._named_as_in_files(Adapter.from_tensors(tensors, rank, scaling), model)
         new = Path(tempfile.mkdtemp(prefix="stretto-policy-"))  # the engine's keeper removes what is in TMPDIR
         before, self._directory = self._directory, new
         try:
             save_adapter(adapter, new, LoRASection(rank=rank, alpha=scaling * rank))
             config = self.manager.lora_config
-            limits = AdapterLimits(1, config.max_lora_rank, tuple(config.target_modules or ()), model)
-            if (reason := limits.refusal_reason(str(new))) is not None:
+            if (reason := refusal_of_layers(adapter, tuple(config.target_modules or ()))) is not None:
                 raise ValueError(reason)
             self.manager._load_adapter(policy_request())
         except BaseException as error:
@@ -69,6 +70,21 @@ class PolicyAdapter:
             ) from error
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
+
+    def _named_as_in_files(self, adapter: Adapter, model: Path) -> Adapter:
+        """The adapter with the names of the model's files, which are those that vLLM has layers for.
+
+        Raises: DataError if it does not fit the model.
+        """
+        try:
+            table = adaptable_weights(model)
+        except (DataError, ConfigError):  # a family that only vLLM knows
+            return adapter
+        if not adapter.pairs.keys() <= table.shapes.keys():
+            table = find_adaptable_layers(model)  # of a policy that transformers computes (impl = "hf")
+        adapter.check(table.shapes, str(model))
+        names = names_in_files(table)
+        return Adapter({names.get(name, name): pair for name, pair in adapter.pairs.items()}, adapter.rank, adapter.scaling)
 
     def close(self) -> None:
         """Remove the adapter's directory."""
@@ -84,7 +100,8 @@ def policy_request() -> Any:
     """The policy's adapter as vLLM's requests name it; each worker knows the directory itself."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("stretto-policy", POLICY_ID, str(policy.directory or "policy"))
+    # Its experts, if it adapts any, are stacked; see command.py.
+    return LoRARequest("stretto-policy", POLICY_ID, str(policy.directory or "policy"), is_3d_lora_weight=True)
 
 
 def compute_policy_adapter() -> None:
