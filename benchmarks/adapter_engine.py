@@ -109,7 +109,7 @@ def main() -> None:
     adapter = adapt(policy, args.norm)
     effect = np.concatenate([scores(policy, ids) for ids in prompts]) - base
     result = {"effect": float(np.abs(effect).mean()), "norm": args.norm}
-    computed = ("--lora.compute-policy", "true", "--lora.max-loras", "1", "--lora.max-lora-rank", "16")
+    computed = ("--policy-lora.rank", str(LORA.rank), "--policy-lora.alpha", str(LORA.alpha))
     for side, flags in (("merged", ()), ("computed", computed)):
         found = asyncio.run(measure(args.model, prompts, adapter, *flags))
         change = found["adapted"] - found["base"]

@@ -131,8 +131,8 @@ def has_experts(directory: Path) -> bool:
 def _adapter_options(section: InferenceSection, *, is_cpu: bool) -> dict[str, object]:
     """vLLM's options for [inference.lora].
 
-    There is one slot more than named adapters: for the adapter of the run, if vLLM computes it; else patches/adapters.py
-    explains why, and why the output head has none.
+    There is one slot more than named adapters: for the adapter of the run, if vLLM computes it; else for the reason in
+    patches/adapters.py, which also says why the output head has none.
     """
     if (lora := section.lora) is None:
         return {}

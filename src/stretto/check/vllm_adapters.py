@@ -37,7 +37,7 @@ SUFFIX_DRAFT = 24
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Experts of the model of a config.json; 0 for one without."""
-    found = config | (config.get("text_config") or {})
+    found = dict(config) | (config.get("text_config") or {})
     return next((int(found[key]) for key in EXPERT_COUNTS if found.get(key)), 0)
 
 

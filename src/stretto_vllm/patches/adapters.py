@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM: workarounds for three bugs of 0.32, and checks of adapters before they are loaded.
+"""LoRA adapters in vLLM: workarounds for four bugs of 0.32, and checks of adapters before they are loaded.
 
 * If adapters fill all slots, vLLM computes requests for the base model in the same batch with the adapter of the last
   slot. So command.py gives vLLM one slot more than adapters may be loaded, and `enforce_limits` limits their number,
@@ -7,6 +7,8 @@
   engine. So command.py lists the layers that may have an adapter, without the head.
 * On a CPU, a mixture of experts in an engine with adapters fails at its first request. If no adapter has weights for
   experts, `disable_expert_adapters` builds the experts as in an engine without adapters.
+* A part of an adapter whose layer has another name in vLLM is left out without a word;
+  `refuse_layers_without_adapters` refuses it.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ def _without_layers(manager: Any, names: Iterable[str]) -> list[str]:
     from vllm.model_executor.models.utils import PPMissingLayer
 
     known = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
-    elsewhere = tuple(f"{name}." for name, module in manager.model.named_modules() if isinstance(module, PPMissingLayer))
+    modules = manager.model.named_modules()
+    elsewhere = tuple(f"{name}." for name, module in modules if isinstance(module, PPMissingLayer))
     return [name for name in names if name.removesuffix(".base_layer") not in known and not name.startswith(elsewhere)]
 
 

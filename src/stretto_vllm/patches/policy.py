@@ -5,7 +5,7 @@ model runners, and their graphs, count it like an adapter that a request names. 
 base model, as with other weight updates.
 
 A worker stores the adapter of an update in a temporary directory, which vLLM loads as it loads named adapters. After an
-update vLLM forgets all loaded adapters, and loads those of running requests again before its next step. Before the
+update vLLM forgets all loaded adapters, and has those of running requests again before its next step. Before the
 first update the policy's adapter is zero, and requests get the base model.
 """
 
@@ -39,6 +39,7 @@ class PolicyAdapter:
     def __init__(self) -> None:
         self.manager: Any = None
         self._directory: Path | None = None
+        self._ready: Any = None
 
     @property
     def directory(self) -> Path | None:
@@ -52,13 +53,13 @@ class PolicyAdapter:
         """
         adapter = self._named_as_in_files(Adapter.from_tensors(tensors, rank, scaling), model)
         new = Path(tempfile.mkdtemp(prefix="stretto-policy-"))  # the engine's keeper removes what is in TMPDIR
-        before, self._directory = self._directory, new
+        before, self._directory, self._ready = self._directory, new, None
         try:
             save_adapter(adapter, new, LoRASection(rank=rank, alpha=scaling * rank))
             config = self.manager.lora_config
             if (reason := refusal_of_layers(adapter, tuple(config.target_modules or ()))) is not None:
                 raise ValueError(reason)
-            self.manager._load_adapter(policy_request())
+            self._ready = self.manager._load_adapter(policy_request())
         except BaseException as error:
             self._directory = before
             shutil.rmtree(new, ignore_errors=True)
@@ -70,6 +71,11 @@ class PolicyAdapter:
             ) from error
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
+
+    def take(self) -> Any:
+        """The adapter as the update has loaded it, once: vLLM changes it when it is used."""
+        ready, self._ready = self._ready, None
+        return ready
 
     def _named_as_in_files(self, adapter: Adapter, model: Path) -> Adapter:
         """The adapter with the names of the model's files, which are those that vLLM has layers for.
@@ -84,7 +90,8 @@ class PolicyAdapter:
             table = find_adaptable_layers(model)  # of a policy that transformers computes (impl = "hf")
         adapter.check(table.shapes, str(model))
         names = names_in_files(table)
-        return Adapter({names.get(name, name): pair for name, pair in adapter.pairs.items()}, adapter.rank, adapter.scaling)
+        pairs = {names.get(name, name): pair for name, pair in adapter.pairs.items()}
+        return Adapter(pairs, adapter.rank, adapter.scaling)
 
     def close(self) -> None:
         """Remove the adapter's directory."""
@@ -126,7 +133,8 @@ def compute_policy_adapter() -> None:
         if policy.directory is None:  # zeros, which vLLM makes for its warm-up
             rank = self.get_dummy_lora_warmup_rank(8)
             return self._adapter_manager.create_dummy_lora(POLICY_ID, rank, self.embedding_modules)
-        return load(self, policy_request())
+        ready = policy.take()
+        return load(self, policy_request()) if ready is None else ready
 
     @functools.wraps(create)
     def created(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,9 @@ from stretto.config.sections.model import LoRASection, ScratchSection
 from stretto.data.model_file import ModelFile
 from stretto.models.hub import random_model
 from stretto.models.lora import Adapter, attach_adapters, save_adapter
+from stretto_vllm.base import names_in_files
 from stretto_vllm.command import COMPUTES_POLICY, PATCHES_VAR, build_command
+from stretto_vllm.patches.adapters import _without_layers
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LATENT = {"model_type": "deepseek_v3", "n_routed_experts": 8, "kv_lora_rank": 512}
@@ -102,11 +104,7 @@ def test_what_vllm_cannot_compute_is_refused_if_it_is_asked_for(tmp_path, word):
 
 @pytest.mark.parametrize(
     ("lora", "config", "is_cpu"),
-    [
-        ({}, {"model_type": "olmo3"}, True),
-        ({}, MIXTURE, False),
-        ({"target_modules": ["o_proj"]}, LATENT, False),
-    ],
+    [({}, {"model_type": "olmo3"}, True), ({}, MIXTURE, False), ({"target_modules": ["o_proj"]}, LATENT, False)],
 )
 def test_what_was_not_tried_is_done_if_it_is_asked_for(tmp_path, lora, config, is_cpu):
     cfg, reason = decided(tmp_path, lora, config, is_cpu=is_cpu, lora={"compute_policy": True})
@@ -183,3 +181,42 @@ def test_stacked_experts_of_an_adapter_are_what_vllm_splits_them_into(tmp_path, 
             for expert in range(num):
                 expected = adapter.delta(f"{name}.{part}", (expert, slice(None), slice(None)))
                 torch.testing.assert_close(computed[expert], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "in_files"),
+    [
+        (
+            {"family": "laguna"},
+            "model.layers.1.mlp.shared_experts.up_proj.weight",
+            "model.layers.1.mlp.shared_expert.up_proj.weight",
+        ),
+        (
+            {"family": "qwen3_vl", "vision": {}},
+            "model.layers.0.mlp.up_proj.weight",
+            "model.language_model.layers.0.mlp.up_proj.weight",
+        ),
+        ({"family": "glm4"}, "model.layers.0.mlp.up_proj.weight", None),  # a part of a larger matrix
+    ],
+)
+def test_layers_of_the_policys_adapter_get_the_names_of_the_files(shape, name, in_files):
+    """vLLM leaves out what it has no layer for, without a word."""
+    table = random_model(ScratchSection.model_validate(shape), 64, eos_token_id=2, image_token_id=5).tensor_map
+    assert name in table.shapes and names_in_files(table).get(name) == in_files
+
+
+@needs_vllm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_part_for_which_vllm_has_no_layer_is_found_but_not_one_of_another_stage():
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Module(), PPMissingLayer()])
+    manager = SimpleNamespace(
+        modules={"layers.0.qkv_proj": 0, "layers.0.experts": 0},
+        packed_modules={"layers.0.qkv_proj": ["layers.0.q_proj", "layers.0.k_proj"]},
+        model=model,
+    )
+    names = ["layers.0.q_proj", "layers.0.experts.base_layer", "layers.0.experts", "layers.1.mlp.up_proj"]
+    assert _without_layers(manager, names) == []
+    assert _without_layers(manager, [*names, "layers.0.shared.up_proj"]) == ["layers.0.shared.up_proj"]

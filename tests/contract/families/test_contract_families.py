@@ -29,6 +29,7 @@ SIZES = {
     "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "tie_word_embeddings": False,
 }  # fmt: skip
+WHOLE = LoRASection(rank=4, alpha=8.0)
 FAMILIES = ("glm4", "glm4_moe", "minimax_m2", "afmoe", "laguna")
 
 
@@ -38,7 +39,7 @@ def build(family: str, seed: int, is_wide: bool = False):
     return random_model(ScratchSection(family=family, seed=seed, **sizes), VOCAB, eos_token_id=2)
 
 
-def adapted(family: str, seed: int, lora: LoRASection = LoRASection(rank=4, alpha=8.0), is_wide: bool = False):
+def adapted(family: str, seed: int, lora: LoRASection = WHOLE, is_wide: bool = False):
     model = build(family, 0, is_wide)
     attach_adapters(model, lora)
     generator = torch.Generator().manual_seed(seed)

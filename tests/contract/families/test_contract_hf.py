@@ -12,8 +12,8 @@ import torch
 from servers import needs_vllm, scores_of, serve
 
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
-from stretto.models.attention import PackedLayout
 from stretto.config.sections.model import LoRASection
+from stretto.models.attention import PackedLayout
 from stretto.models.hf import HFDecoder, load_hf_model
 from stretto.models.lora import Adapter, attach_adapters
 from stretto.records.weight_manifest import AdapterInfo

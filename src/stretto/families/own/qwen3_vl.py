@@ -161,9 +161,7 @@ QWEN3_VL = _with_vision(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
     has_deepstack=True,
-    traits=Traits(
-        renderer="qwen3-vl", has_vision=True, vllm=VllmTraits(adapts=True), implied=QWEN3.traits.implied
-    ),
+    traits=Traits(renderer="qwen3-vl", has_vision=True, vllm=VllmTraits(adapts=True), implied=QWEN3.traits.implied),
     **_QWEN3 | {"defaults": {"head_dim": 128, "rope_theta": 500_000.0}},
 )
 
