@@ -29,31 +29,30 @@ SCRATCH = {
     "num_kv_heads": 2,
     "head_dim": 32,
 }
-SOLVED = {"type": "environment", "id": "reverse-text", "num_rows": 4096}
 COMPUTED = "the adapter of [model.lora]: vLLM computes it beside its weights"
 
 
 @pytest.fixture(scope="module")
 def warm(warmed_up: Callable[..., Path]) -> Path:
-    """A model that reverses one text in eight or so: something to reinforce."""
-    return warmed_up(max_steps=70, batch_size=64, model={"scratch": SCRATCH}, data=SOLVED)
+    """A model that sorts four letters right in about half of all tries."""
+    return warmed_up(max_steps=100, scheduler={"type": "constant", "warmup_steps": 20}, model={"scratch": SCRATCH})
 
 
 def settings(model: Path, max_steps: int, **more) -> dict:
     """A run of an adapter whose engine computes it, because nothing says otherwise."""
     base = {
         "max_steps": max_steps,
-        "seq_len": 2048,
-        "model": {"name": str(model), "lora": {"rank": 8, "alpha": 32}},
+        "seq_len": 256,
+        "model": {"name": str(model), "lora": {"rank": 8, "alpha": 16}},
         "inference": {"engine": "vllm"},
         "orchestrator": {
             "batch_size": 128,
             "group_size": 8,
-            "env": [{"id": "reverse-text"}],
-            "train": {"sampling": {"max_completion_tokens": 8}},
+            "env": [{"id": "sort-letters", "args": {"num_letters": 4}}],
+            "train": {"sampling": {"max_completion_tokens": 6}},
             "eval": None,
         },
-        "trainer": {"optim": {"lr": 1e-2}},
+        "trainer": {"optim": {"lr": 2e-3}},
     }
     return merged(base, more)
 
@@ -68,9 +67,9 @@ def check_versions(run: RunDir) -> None:
 def test_a_run_of_an_adapter_on_vllm_learns(warm: Path, tmp_path: Path) -> None:
     held_out = {"num_examples": 128, "greedy": False}
     more = {"weight_broadcast": {"type": "shm"}, "orchestrator": {"max_async_level": 0, "eval": held_out}}
-    run: Ended = rl(tmp_path, settings(warm, 30, **more))
+    run: Ended = rl(tmp_path, settings(warm, 50, **more))
     summary = run.summary()
-    assert summary["reward_after"] > summary["reward_before"] + 0.1, summary
+    assert summary["reward_after"] > summary["reward_before"] + 0.08, summary
     assert max(run.column("mismatch_kl/mean", "trainer")) < 1e-5
     check_versions(run.run)
     assert COMPUTED in (run.run.logs / "inference.log").read_text()
@@ -97,7 +96,7 @@ def test_a_mixture_whose_attention_is_adapted_is_replayed_by_the_trainer(
     warmed_up: Callable[..., Path], tmp_path: Path
 ) -> None:
     scratch = {**SCRATCH, "family": "qwen3_moe", "moe_intermediate_size": 64}
-    mixture = warmed_up(max_steps=70, batch_size=64, model={"scratch": scratch}, data=SOLVED)
+    mixture = warmed_up(max_steps=70, scheduler={"type": "constant", "warmup_steps": 20}, model={"scratch": scratch})
     more = {
         "model": {"lora": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}},
         "orchestrator": {"batch_size": 64, "max_async_level": 0},
