@@ -258,6 +258,8 @@ def test_what_an_adapter_loses_in_bfloat16_is_said_where_it_is_merged(config, tm
     (tmp_path / "served" / "config.json").unlink()
     [note] = said(*keys)
     assert "the model is not here" in note
+    [note] = said(*keys[:2], "--no-inference")
+    assert "--policy-lora.rank 4" in note
 
 
 def test_without_inference_no_engine_is_started(config) -> None:

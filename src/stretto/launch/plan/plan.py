@@ -207,6 +207,11 @@ def draft_notes(cfg: RLConfig) -> Iterator[str]:
 def adapter_notes(cfg: RLConfig, *, is_on_gpu: bool) -> Iterator[str]:
     """Why vLLM merges the run's adapter into its weights, and what that loses."""
     section, lora = cfg.inference, cfg.model.lora
+    if lora is not None and section is None and cfg.service is None:
+        yield (
+            "a vLLM that runs already merges the adapter of [model.lora] into its weights, unless it was started with "
+            f"`stretto inference --policy-lora.rank {lora.rank}`: then it computes it beside them, where it can"
+        )
     if lora is None or section is None:
         return
     is_cpu = section.device == "cpu" or not is_on_gpu
