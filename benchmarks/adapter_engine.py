@@ -1,6 +1,6 @@
 """What vLLM loses of an adapter: merged into weights of bfloat16, and computed beside them.
 
-    python benchmarks/adapter_engine.py MODEL_DIRECTORY [--norm 1e-3] [--prompts 8]
+    python benchmarks/adapter_engine.py MODEL_DIRECTORY [--norm 1e-3] [--prompts 8] [--side computed]
 
 Each side is a vLLM in bfloat16 on this machine's CPU, which gets a random adapter of the given norm, relative to that
 of each weight, as a weight update through /dev/shm. `effect`: mean change of a log-probability by the adapter in
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--norm", type=float, default=1e-3)
     parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--side", choices=["merged", "computed"], help="only this one")
     args = parser.parse_args()
     torch.set_num_threads(1)
     draw = np.random.default_rng(0)
@@ -122,6 +123,8 @@ def main() -> None:
     result = {"effect": float(np.abs(effect).mean()), "norm": args.norm}
     computed = ("--policy-lora.rank", str(LORA.rank), "--policy-lora.alpha", str(LORA.alpha))
     for side, flags in (("merged", ()), ("computed", computed)):
+        if args.side not in (None, side):
+            continue
         found = asyncio.run(measure(args.model, prompts, adapter, *flags))
         change = found["adapted"] - found["base"]
         result[side] = {

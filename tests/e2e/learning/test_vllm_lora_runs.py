@@ -38,12 +38,12 @@ def warm(warmed_up: Callable[..., Path]) -> Path:
     return warmed_up(max_steps=100, scheduler={"type": "constant", "warmup_steps": 20}, model={"scratch": SCRATCH})
 
 
-def settings(model: Path, max_steps: int, **more) -> dict:
+def settings(start: Path, max_steps: int, **more) -> dict:
     """A run of an adapter whose engine computes it, because nothing says otherwise."""
     base = {
         "max_steps": max_steps,
         "seq_len": 256,
-        "model": {"name": str(model), "lora": {"rank": 8, "alpha": 16}},
+        "model": {"name": str(start), "lora": {"rank": 8, "alpha": 16}},
         "inference": {"engine": "vllm"},
         "orchestrator": {
             "batch_size": 128,
