@@ -1,6 +1,6 @@
-"""How near the schedule of asynchronous runs comes to the least time that its rules allow, and whether it favours short ones.
+"""How near the schedule of asynchronous runs comes to the least time of its rules; does it favour short rollouts?
 
-    python benchmarks/asynchrony.py [--quick] [--steps 600] [--levels 1 2 4] [--seeds 1 2 3]
+    python benchmarks/asynchrony.py [--quick] [--steps 300] [--levels 1 2 4] [--seeds 1 2 3] [--only SETTING ...]
 
 The orchestrator runs as it is, under a virtual clock, against an engine and a trainer that only take time: each rollout
 as long as its reply, log-normal (sigma 1, median 0.1 s), each training step TRAIN_S, batches of 8 groups of 8. What is
@@ -49,16 +49,17 @@ def least_times(
 
     Four rules, and nothing costs time but groups and training:
 
-    1. (level + 1) * groups groups are between their draw and the load of the weights that they were trained into. Group j
-       is therefore drawn no sooner than version v(j) = ceil(j / groups) - level - 1 is loaded (j from 1; 0 before that).
-    2. A batch is `groups` groups that are done, so batch n starts no sooner than n * groups groups are done. is_in_order:
-       than its own are, by their draws.
+    1. (level + 1) * groups groups are between their draw and the load of the weights that they were trained into.
+       Group j is therefore drawn no sooner than version v(j) = ceil(j / groups) - level - 1 is loaded (j from 1; 0
+       before that).
+    2. A batch is `groups` groups that are done, so batch n starts no sooner than n * groups groups are done.
+       is_in_order: than its own are, by their draws.
     3. Batches are trained one after the other, train_s each; a version is loaded the moment its step ends.
     4. If `oldest` is given, no group is dropped for its age, so batch n starts no sooner than all groups are done that
        began with version n - 1 - oldest.
 
-    By induction over n every time below is the least: draws, ends, starts and loads depend on earlier ones alone, and grow
-    with them.
+    By induction over n every time below is the least, for a schedule that draws as soon as rule 1 allows: draws, ends,
+    starts and loads depend on earlier ones alone, and grow with them.
     """
     given, now = iter(durations), 0.0
     running: list[tuple[float, int, int]] = []  # a heap: end, draw, version
@@ -205,15 +206,16 @@ def play(level: int, given: dict, steps: int, seed: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="60 steps of one seed")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--levels", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), metavar="SETTING")
     args = parser.parse_args()
     if args.quick:
         args.steps, args.seeds = 60, args.seeds[:1]
     found = []
-    for level, (name, given) in itertools.product(args.levels, SETTINGS.items()):
-        rows = [play(level, given, args.steps, seed) for seed in args.seeds]
+    for level, name in itertools.product(args.levels, args.only):
+        rows = [play(level, SETTINGS[name], args.steps, seed) for seed in args.seeds]
         row = {key: statistics.fmean(row[key] for row in rows) for key in rows[0]}
         row |= {"age_max": max(row["age_max"] for row in rows)}
         found.append({"level": level, "setting": name} | {key: round(value, 4) for key, value in row.items()})

@@ -102,8 +102,8 @@ off_policy/max | versions | The same for the oldest group. | Never above `max_of
 off_policy/dropped | groups | Groups dropped since the last batch because they were too old. | 0: batches wait
     for groups that would be. Above 0 where a user's function chooses groups or puts them back.
 time/step | s | Time between the ends of two steps.
-time/wait_for_late | s | With `batch_order = "finished"`: a batch had enough groups and waited for others that would be too old for
-    later ones. | If large: raise `max_off_policy_steps`.
+time/wait_for_late | s | With `batch_order = "finished"`: a batch had enough groups, and waited for others that
+    would be too old for later ones. | If large: raise `max_off_policy_steps`.
 time/wait_for_rollouts | s | Time in which the trainer waited for its batch. | If large: more engines, or
     fewer ranks for the trainer.
 time/wait_for_trainer | s | Time in which no rollout was running. | If large: the trainer is the slower part,

@@ -56,7 +56,8 @@ from stretto.orchestrator.clients import build_engines, build_teacher_client
 from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.advantages import Baselines, check_overlong
-from stretto.orchestrator.groups.buffer import Bounds, Buffer
+from stretto.orchestrator.groups.bounds import Bounds
+from stretto.orchestrator.groups.buffer import Buffer
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
 from stretto.orchestrator.model_costs import EVENT, Spending, restore
 from stretto.orchestrator.models import ModelClient, open_models

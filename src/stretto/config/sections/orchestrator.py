@@ -412,9 +412,9 @@ class OrchestratorKeys(Section):
     """Do not train rollouts that were cut: the filter `truncated`, enforced. Their rewards stay in the group's mean."""
     hooks: HooksSection = HooksSection()
     batch_order: Literal["dispatch", "finished"] = "dispatch"
-    """Which groups make a batch: `dispatch`, the earliest drawn, waiting for those still running; `finished`, the oldest
-    of those that are done, waiting only for groups that would be older than max_off_policy_steps in a later batch.
-    Neither prefers short rollouts."""
+    """Which groups make a batch: `dispatch`, the earliest drawn, waiting for those still running; `finished`, the
+    oldest of those that are done, waiting only for groups that would be older than max_off_policy_steps in a later
+    batch. Neither prefers short rollouts."""
     oversampling_factor: float | None = Field(None, ge=1)
     """Rollouts in flight, relative to one batch; None: max_async_level + 1. Less bounds how many run at once. More
     starts groups early, and none is thrown away: what a batch does not take is in the next one."""

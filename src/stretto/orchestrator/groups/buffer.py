@@ -26,8 +26,9 @@ are needed. Every drop is in the ledger before its slot is free.
 
 In the order in which groups finish, a batch takes the oldest of those that are ready. If keeps_late, it also waits for
 groups that later batches could not take any more: of groups that began with version v or an older one, no more may be
-left than the batches up to step v+1+max_off_policy_steps have room for. So none is dropped for its age, and long rollouts are
-trained as often as they were drawn here too. While max_async_level <= max_off_policy_steps there is always such an order.
+left than the batches up to step v+1+max_off_policy_steps have room for. So none is dropped for its age, and long
+rollouts are trained as often as they were drawn here too. While max_async_level <= max_off_policy_steps there is always
+such an order.
 
 If is_deterministic, batches are played one after the other, and each by one version as a whole (`version_of`): draws
 begin once the batch before is shipped and that version is loaded, and the next version is loaded once no batch needs
@@ -52,6 +53,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from stretto.ledger.writer import Ledger
+from stretto.orchestrator.groups.bounds import Bounds
 from stretto.orchestrator.groups.ends import Ends
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Group, Task
@@ -138,57 +140,6 @@ class Counts:
     late_s: float = 0.0  # seconds for which the batch had enough groups and waited for others that would be late
     ends: Ends = field(default_factory=Ends)  # of rollouts, by reason and length
     flags: Counter[str] = field(default_factory=Counter)  # rollouts by the filter that flagged them
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """How far generation may run ahead, in groups and steps."""
-
-    groups_per_batch: int
-    max_async_level: int
-    max_off_policy_steps: int
-    max_running_groups: int | None = None
-    max_oversampling: float = 4.0
-    filter_zero_signal: bool = True
-    max_steps: int | None = None
-    is_in_dispatch_order: bool = True
-    keeps_late: bool = False
-    """Without dispatch order: a batch waits for groups that would be too old for later ones."""
-    oversampling_factor: float | None = None
-    """Fewest batches of groups in flight; None: as many as the steps that generation may be ahead need."""
-    tokens_per_batch: int | None = None
-    """Tokens with which a batch is complete before it has groups_per_batch groups; None: groups alone count."""
-    min_groups: int = 1
-    """Fewest groups of a batch that its tokens complete."""
-    is_deterministic: bool = False
-    sync_interval: int | None = None
-    """Steps after which a deterministic run waits for their weights before it plays on."""
-    first_version: int = 0
-    """The version with which this incarnation of the run begins."""
-
-    @property
-    def max_steps_ahead(self) -> int:
-        """Steps that generation may be ahead without its groups becoming too old."""
-        return min(self.max_async_level, self.max_off_policy_steps)
-
-    @property
-    def num_slots(self) -> int:
-        """Groups that may run, wait or be in training at once."""
-        return int(max(self.max_steps_ahead + 1, self.oversampling_factor or 0) * self.groups_per_batch)
-
-    @property
-    def max_replaced(self) -> int:
-        """Zero-signal groups that are replaced by other draws, per batch."""
-        return int((self.max_oversampling - 1) * self.groups_per_batch) if self.filter_zero_signal else 0
-
-    def version_of(self, step: int) -> int:
-        """The version that plays the batch of `step` in a deterministic run: the oldest that is allowed."""
-        synchronised = (step - 1) // self.sync_interval * self.sync_interval if self.sync_interval else 0
-        return max(step - 1 - self.max_steps_ahead, synchronised, self.first_version)
-
-    def oldest_version(self, step: int) -> int:
-        """The oldest version whose first tokens may be trained at `step`."""
-        return step - 1 - self.max_off_policy_steps
 
 
 @dataclass(eq=False)

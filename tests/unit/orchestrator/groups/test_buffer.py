@@ -8,7 +8,8 @@ from fakes import run_virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.orchestrator.groups.buffer import MOVES, Bounds, Buffer, Slot, SlotState
+from stretto.orchestrator.groups.bounds import Bounds
+from stretto.orchestrator.groups.buffer import MOVES, Buffer, Slot, SlotState
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 

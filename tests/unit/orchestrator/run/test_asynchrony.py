@@ -51,7 +51,9 @@ def play(path, level, **settings):
     assert not audit(cfg.run_dir)
     with LedgerReader(cfg.run_dir) as reader:
         drawn = reader.rows("SELECT group_id, task_id, state FROM draws ORDER BY group_id")
-        trained = reader.rows("SELECT step, group_id, min(first_version) AS version FROM live_rollouts GROUP BY group_id")
+        trained = reader.rows(
+            "SELECT step, group_id, min(first_version) AS version FROM live_rollouts GROUP BY group_id"
+        )
     return trainer.ends, drawn, trained, loop
 
 
