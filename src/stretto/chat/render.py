@@ -96,15 +96,14 @@ class Renderer:
 
         The members of a group begin alike and one after the other, so the last prompt is remembered.
         """
-        if self._latest is not None and self._latest[:2] == (messages, tools):
-            return self._latest[2]
+        if (latest := self._latest) is not None and latest[:2] == (messages, tools):
+            return latest[2].copy()
         num_special = self.num_special_in_text
         rendered = self._backend.render(self._plain(messages), tools, add_generation_prompt=True)
         ids = self._expanded(np.asarray(rendered.token_ids, np.int32), messages)
         is_plain = all(isinstance(value, str) for message in messages for value in message.values())
         if is_plain and tools is None and self.num_special_in_text == num_special:
-            ids.flags.writeable = False
-            self._latest = [dict(message) for message in messages], None, ids
+            self._latest = [dict(message) for message in messages], None, ids.copy()
         return ids
 
     def render_text(self, messages: Sequence[Message], tools: list[Message] | None = None) -> str:

@@ -228,7 +228,7 @@ class PlaySettings:
     def _learned_params(self) -> SamplingParams:
         return limit_support(self._params, self.max_support)
 
-    def _build_params(self, overrides: Mapping[str, Any]) -> SamplingParams:
+    def _build_params(self, overrides: dict[str, Any]) -> SamplingParams:
         settings = self.sampling.model_dump(exclude={"max_completion_tokens"}) | overrides
         settings |= {name: as_tuple(settings[name]) for name in ("stop", "stop_token_ids", "bad_words")}
         settings["min_tokens"] = settings["min_tokens"] or 0
