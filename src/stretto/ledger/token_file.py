@@ -54,8 +54,7 @@ class SegmentWriter:
         """Continue in `segment` after byte `end`; what follows it is cut off."""
         self._run_dir = run_dir
         self.segment = segment
-        self.end = end  # what waits to be written included
-        self._waiting: list[bytes] = []
+        self.end = end
         self._fd = self._open()
 
     def append(self, rollouts: Sequence[Rollout]) -> list[Place]:
@@ -81,49 +80,36 @@ class SegmentWriter:
         return self._write(images) if images else []
 
     def append_turn(self, turn: Turn, before: Place | None) -> Place:
-        """Put a turn of an unfinished rollout behind what is written; `before` is the place of the turn before it.
-
-        It is written with whatever comes next, or by `write_out`, which must come before a row that names its place.
-        """
-        [place] = self._add([TurnRecord(turn, before)])
-        return place
-
-    def write_out(self) -> None:
-        """Write what waits, in one system call.
+        """Write a turn of an unfinished rollout; `before` is the place of the turn before it.
 
         Raises: EngineError if the disk refuses it.
         """
-        data = memoryview(b"".join(self._waiting))
+        [place] = self._write([TurnRecord(turn, before)])
+        return place
+
+    def _write(self, records: Sequence[Payload | TurnRecord | Image]) -> list[Place]:
+        blobs = list(map(encode_blob, records))
+        places, end = [], self.end
+        for blob in blobs:
+            places.append(Place(self.segment, end, len(blob), zlib.crc32(blob)))
+            end += len(blob)
+        data = memoryview(b"".join(blobs))
         try:
             while data:
-                written = os.pwrite(self._fd, data, self.end - len(data))
+                written = os.pwrite(self._fd, data, end - len(data))
                 data = data[written:]
         except OSError as cause:
             raise EngineError(f"{self._run_dir.segment(self.segment)}: {cause}; free some space.") from cause
-        self._waiting.clear()
-
-    def _write(self, records: Sequence[Payload | TurnRecord | Image]) -> list[Place]:
-        places = self._add(records)
-        self.write_out()
-        return places
-
-    def _add(self, records: Sequence[Payload | TurnRecord | Image]) -> list[Place]:
-        places = []
-        for blob in map(encode_blob, records):
-            places.append(Place(self.segment, self.end, len(blob), zlib.crc32(blob)))
-            self._waiting.append(blob)
-            self.end += len(blob)
+        self.end = end
         return places
 
     def rotate(self) -> None:
         """Begin the next segment."""
-        self.write_out()
         os.close(self._fd)
         self.segment, self.end = self.segment + 1, 0
         self._fd = self._open()
 
     def close(self) -> None:
-        self.write_out()
         os.close(self._fd)
 
     def _open(self) -> int:

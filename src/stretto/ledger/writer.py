@@ -114,7 +114,6 @@ class Ledger:
             self._db.execute("BEGIN IMMEDIATE")
             yield
             if turns := [(*place, row) for row, place in self._unwritten.items()]:  # also those added inside
-                self._segments.write_out()
                 self._db.executemany(_UPDATE_TURN, turns)
             self._db.execute("COMMIT")
             self._unwritten.clear()

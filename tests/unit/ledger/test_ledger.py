@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sqlite3
 
 import msgspec
@@ -14,7 +12,6 @@ from stretto.base.errors import ConfigError, DataError, EngineError
 from stretto.base.paths import RunDir
 from stretto.ledger import Ledger, LedgerReader, Limits, audit, schema
 from stretto.ledger.audit import report_of
-from stretto.ledger.writer import TURN_COMMIT_INTERVAL_S
 from stretto.records.generate import VersionSpan
 from stretto.records.outcomes import Reason
 from stretto.records.rollout import Group, RolloutStatus
@@ -176,37 +173,6 @@ def test_undone_tokens_are_cut_for_good_even_if_their_draw_has_not_started_again
         assert partial.num_tokens == 4 and partial.turns[0].completion.versions == (VersionSpan(0, 0, 4),)
         run.begin(resumed_step=step)
         run.close()
-
-
-def test_turns_are_written_together_and_no_row_names_one_that_is_not_written(run_dir: RunDir) -> None:
-    """A process that is killed at any of these moments finds what its rows name."""
-    run = Run(run_dir).begin()
-    run.start(0)
-    run.publish(1)
-    segment = run_dir.segment(0)
-    places = "SELECT offset + length AS stop FROM rollouts WHERE segment IS NOT NULL"
-
-    async def play() -> None:
-        before = segment.stat().st_size
-        for index in (0, 1):
-            for member in range(MEMBERS):
-                run.ledger.turn_played(0, member, turn(index))
-                with LedgerReader(run_dir) as reader:
-                    ends = [row["stop"] for row in reader.rows(places)]
-                assert segment.stat().st_size >= max(ends, default=0)
-        assert segment.stat().st_size == before, "they wait for each other"
-        await asyncio.sleep(2 * TURN_COMMIT_INTERVAL_S)
-        assert segment.stat().st_size > before
-
-    asyncio.run(play())
-    with LedgerReader(run_dir) as reader:
-        assert max(row["stop"] for row in reader.rows(places)) == segment.stat().st_size
-    run.ledger._segments._fd, fd = -1, run.ledger._segments._fd  # a kill: nothing is written any more
-    os.close(fd)
-    run.ledger._db.close()
-    os.close(run.ledger._lock)
-    partials = Run(run_dir).ledger.partial_rollouts(0, 0)
-    assert len(partials) == MEMBERS and all(len(partial.turns) == 2 for partial in partials.values())
 
 
 def test_groups_that_are_too_old_are_dropped_and_not_drawn_again(run_dir: RunDir) -> None:
