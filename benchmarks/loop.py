@@ -7,8 +7,8 @@
    server, orchestrator and trainer as `rl` starts them; TRL is its GRPOTrainer in a virtual environment of its own
    (`--trl-python`, else build/trl, which is made when it is missing). They run in turns, and the ratio is taken round
    by round.
-2. Asynchrony: the same work with an environment whose latency is log-normal (sigma 1), synchronous
-   (max_async_level = 0) and asynchronous, and how close the latter comes to the longer of generation and training.
+2. Asynchrony (alone: `--levels 0 1 2 4`): the same work with an environment whose latency is log-normal (sigma 1),
+   synchronous (max_async_level = 0) and in batches of whoever is done, and how near that is to the least time.
 
 The last line is one JSON object. `ratio_tokens_per_s` and what stands beside it are of 64 x 32; `ratios` has the median
 of every shape, `shapes` everything that was measured of it.
@@ -29,10 +29,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import loop_env
+from asynchrony import least_times, mean_step
+
+from stretto.base.paths import RunDir
+from stretto.ledger.reader import LedgerReader
 
 HERE = Path(__file__).resolve().parent
 CHARACTERS = loop_env.LETTERS + loop_env.LETTERS[:12].upper() + "0123456789\n"
 GROUP, WARMUP = 8, 5
+OLDEST = 32
+"""max_off_policy_steps of asynchronous runs."""
 
 
 @dataclass(frozen=True)
@@ -162,33 +168,41 @@ def side_by_side(python: Path, model: Path, work: Path, shape: Shape, steps: int
     }
 
 
-def asynchrony(model: Path, work: Path, steps: int, latency_s: float) -> dict:
-    """Wall time of the same steps under a slow environment, synchronous and asynchronous."""
+def asynchrony(model: Path, work: Path, steps: int, latency_s: float, levels: list[int]) -> dict:
+    """Wall time of the same steps under a slow environment, synchronous and asynchronous, beside the least possible.
+
+    The least is computed from what this run's own groups and training steps took, by asynchrony.least_times.
+    """
     env = ("--orchestrator.env", json.dumps([{"id": "loop_env:SlowLetters", "args": {"latency_s": latency_s}}]))
-    sync = run_ours(model, work, MAIN, steps, "sync", *env, "--orchestrator.max-async-level", "0")["rows"]
-    step = statistics.mean(r["time/step"] for r in sync)
-    train = statistics.mean(r["trainer/step_s"] - r["trainer/wait_s"] for r in sync)
-    generate = step - train  # until the slowest of 64 rollouts is done
-    result = {"latency_median_s": latency_s, "sync_step_ms": 1e3 * step}
-    for level in (1, 2, 4):
-        run = run_ours(
-            model,
-            work,
-            MAIN,
-            steps,
-            f"async-{level}",
-            *env,
-            "--orchestrator.max-async-level",
-            str(level),
-            "--orchestrator.batch-order",
-            "finished",
-        )
-        step = statistics.mean(r["time/step"] for r in run["rows"])
-        result[f"async_{level}_step_ms"] = 1e3 * step
-        result[f"async_{level}_speedup"] = result["sync_step_ms"] / 1e3 / step
-        # level + 1 batches are generated side by side, so one takes this much of the wall at best.
-        result[f"async_{level}_against_best"] = step / max(train, generate / (level + 1))
-    return result | {"generation_ms": 1e3 * generate, "training_ms": 1e3 * train}
+    result: dict[str, float] = {"latency_median_s": latency_s}
+    for level in levels:
+        words = [*env, "--orchestrator.max-async-level", str(level)]
+        if level:
+            words += ["--orchestrator.batch-order", "finished", "--orchestrator.max-off-policy-steps", str(OLDEST)]
+        rows = run_ours(model, work, MAIN, steps, f"async-{level}", *words)["rows"]
+        train_s = statistics.mean(r["trainer/step_s"] - r["trainer/wait_s"] for r in rows)
+        durations, ends = read_times(RunDir(work / f"async-{level}"))
+        rules = {"level": level, "train_s": train_s, "steps": steps, "groups": MAIN.completions // GROUP}
+        least = mean_step(least_times(durations, **rules, oldest=OLDEST), WARMUP, steps)
+        step_s = mean_step([0.0, *ends], WARMUP, steps)
+        result |= {
+            f"async_{level}_step_ms": 1e3 * step_s,
+            f"async_{level}_training_ms": 1e3 * train_s,
+            f"async_{level}_group_ms": 1e3 * statistics.mean(durations),
+            f"async_{level}_of_bound": least / step_s,
+            f"async_{level}_age": statistics.mean(r["off_policy/mean"] for r in rows),
+            f"async_{level}_dropped": sum(r["off_policy/dropped"] for r in rows),
+        }
+        print(json.dumps(result), flush=True)
+    return result
+
+
+def read_times(run_dir: RunDir) -> tuple[list[float], list[float]]:
+    """Seconds of each group, by draw, and when each step ended."""
+    with LedgerReader(run_dir) as reader:
+        drawn = reader.rows("SELECT drawn_at, finished_at FROM draws WHERE finished_at IS NOT NULL ORDER BY group_id")
+        trained = reader.rows("SELECT trained_at FROM batches WHERE state = 'trained' ORDER BY step")
+    return [row["finished_at"] - row["drawn_at"] for row in drawn], [row["trained_at"] for row in trained]
 
 
 def main() -> None:
@@ -196,12 +210,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer steps and rounds; under a minute")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="completions x tokens")
     parser.add_argument("--rounds", type=int, help="turns of each system; 3, with --quick 1")
+    parser.add_argument("--levels", type=int, nargs="+", help="only asynchrony, at these levels")
     parser.add_argument("--trl-python", type=Path, help="interpreter of an environment with TRL 1.16")
     args = parser.parse_args()
     work = HERE.parent / "build" / "bench-loop"
     model = work / "model"
     model.mkdir(parents=True, exist_ok=True)
     build_model(model)
+    if args.levels:
+        print(json.dumps(asynchrony(model, work, 40, 0.1, args.levels)))
+        return
     (work / "prompts.json").write_text(json.dumps([loop_env.prompt_text(i) for i in range(4096)]))
     python = args.trl_python or trl_python(HERE.parent / "build" / "trl")
     rounds = args.rounds or (1 if args.quick else 3)
@@ -216,7 +234,7 @@ def main() -> None:
     result["goals"] = {name: SHAPES[name].goal for name in shapes}
     result["shapes"] = shapes
     if not args.quick and MAIN.name in shapes:
-        result["asynchrony"] = asynchrony(model, work, 40, 0.1)
+        result["asynchrony"] = asynchrony(model, work, 40, 0.1, [0, 1, 2, 4])
     print(json.dumps(result))
 
 

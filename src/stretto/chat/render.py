@@ -87,13 +87,24 @@ class Renderer:
         """Texts of special tokens that messages had so far, those of the assistant left out."""
         self.stop_ids = backend.stop_ids
         self._backend, self._keeps_special_text = backend, keeps_special_text
+        self._latest: tuple[Any, Any, Any] | None = None  # the last prompt: messages, tools, token ids
 
     def render_prompt(
         self, messages: Sequence[Message], tools: list[Message] | None = None
     ) -> Int32[np.ndarray, " tokens"]:
-        """Token ids (int32) of the conversation, up to the start of the model's reply."""
+        """Token ids (int32) of the conversation, up to the start of the model's reply.
+
+        The members of a group begin alike and one after the other, so the last prompt is remembered.
+        """
+        if (latest := self._latest) is not None and latest[:2] == (messages, tools):
+            return latest[2].copy()
+        num_special = self.num_special_in_text
         rendered = self._backend.render(self._plain(messages), tools, add_generation_prompt=True)
-        return self._expanded(np.asarray(rendered.token_ids, np.int32), messages)
+        ids = self._expanded(np.asarray(rendered.token_ids, np.int32), messages)
+        is_plain = all(isinstance(value, str) for message in messages for value in message.values())
+        if is_plain and tools is None and self.num_special_in_text == num_special:
+            self._latest = [dict(message) for message in messages], None, ids.copy()
+        return ids
 
     def render_text(self, messages: Sequence[Message], tools: list[Message] | None = None) -> str:
         """The conversation as text, up to the start of the model's reply."""
@@ -244,8 +255,8 @@ class Renderer:
 
         `unparsed_tool_calls` has the text of invalid calls; an environment can answer them.
         """
-        prompt = None if prompt_ids is None else [int(t) for t in prompt_ids]
-        parsed = self._backend.parse([int(t) for t in completion_ids], prompt, tools)
+        prompt = None if prompt_ids is None else _as_list(prompt_ids)
+        parsed = self._backend.parse(_as_list(completion_ids), prompt, tools)
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
             message["reasoning_content"] = parsed.reasoning
@@ -381,7 +392,7 @@ class Renderer:
         *,
         has_owners: bool = False,
     ) -> Rendered | None:
-        before = [int(t) for t in prompt_ids], [int(t) for t in completion_ids]
+        before = _as_list(prompt_ids), _as_list(completion_ids)
         past, new = self._plain(history, is_counted=False), self._plain(messages, is_counted=not has_owners)
         return self._backend.bridge(*before, past, new, tools, has_owners=has_owners)
 
@@ -429,6 +440,10 @@ class Renderer:
     def pictures(self, images: Sequence[Image]) -> tuple[bytes, ...]:
         """These images as PNG files, for display."""
         return () if self.images is None else tuple(map(self.images.png, images))
+
+
+def _as_list(token_ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> list[int]:
+    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else [int(t) for t in token_ids]
 
 
 def _part_text(part: Any) -> str:

@@ -68,6 +68,8 @@ class Tokenizer:
         self._keeps_text = False  # until `as_text` has been asked for: texts may have such characters of their own
         # The renderers library encodes the same fixed texts for every prompt and every reply.
         self._encode_short = lru_cache(maxsize=256)(lambda *text: tuple(self._encode(*text).ids))
+        self._offsets_short = lru_cache(maxsize=64)(self._with_offsets)
+        self._decode_one = lru_cache(maxsize=1024)(lambda token, skips: self._decode([token], skips))
 
     @property
     def eos_token_id(self) -> int | None:
@@ -153,7 +155,12 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids, with the text of special tokens unless they are skipped."""
         ids = [int(i) for i in token_ids]
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return (
+            self._decode_one(ids[0], skip_special_tokens) if len(ids) == 1 else self._decode(ids, skip_special_tokens)
+        )
+
+    def _decode(self, ids: list[int], skips_special_tokens: bool) -> str:
+        return self._backend.decode(ids, skip_special_tokens=skips_special_tokens)
 
     def token_id(self, token: str) -> int | None:
         """Id of exactly this token; None if the vocabulary lacks it."""
@@ -170,8 +177,13 @@ class Tokenizer:
         self, text: str, *, add_special_tokens: bool = False, return_offsets_mapping: bool = False
     ) -> dict[str, list[Any]]:
         """Token ids and character offsets, by which the renderers library finds the text of messages."""
+        # The library tries a letter before every message, to see whether there are offsets.
+        found = (self._offsets_short if len(text) <= 1 else self._with_offsets)(text, add_special_tokens)
+        return {"input_ids": list(found[0]), "offset_mapping": list(found[1])}
+
+    def _with_offsets(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[Any]]:
         encoding = self._encode(text, add_special_tokens)
-        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
+        return encoding.ids, encoding.offsets
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:

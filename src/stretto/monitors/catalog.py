@@ -100,9 +100,11 @@ off_policy/mean | versions | Version that is trained, minus the version that sam
     mean over the groups of the batch. | About `max_async_level`; 0 in synchronous runs; with
     `weight_broadcast.interval` up to half an interval less.
 off_policy/max | versions | The same for the oldest group. | Never above `max_off_policy_steps`.
-off_policy/dropped | groups | Groups dropped since the last batch because they were too old. | Often above 0:
-    work is wasted; raise `max_off_policy_steps` or use fewer rollouts in flight.
+off_policy/dropped | groups | Groups dropped since the last batch because they were too old. | 0: batches wait
+    for groups that would be. Above 0 where a user's function chooses groups or puts them back.
 time/step | s | Time between the ends of two steps.
+time/wait_for_late | s | With `batch_order = "finished"`: a batch had enough groups, and waited for others that
+    would be too old for later ones. | If large: raise `max_off_policy_steps`.
 time/wait_for_rollouts | s | Time in which the trainer waited for its batch. | If large: more engines, or
     fewer ranks for the trainer.
 time/wait_for_trainer | s | Time in which no rollout was running. | If large: the trainer is the slower part,

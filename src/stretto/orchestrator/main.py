@@ -56,7 +56,8 @@ from stretto.orchestrator.clients import build_engines, build_teacher_client
 from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.advantages import Baselines, check_overlong
-from stretto.orchestrator.groups.buffer import Bounds, Buffer
+from stretto.orchestrator.groups.bounds import Bounds
+from stretto.orchestrator.groups.buffer import Buffer
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
 from stretto.orchestrator.model_costs import EVENT, Spending, restore
 from stretto.orchestrator.models import ModelClient, open_models
@@ -468,6 +469,7 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     factor = cfg.oversampling_factor
     oversampled = None if factor is None else int(factor * cfg.batch_size)
     limits = [limit for limit in (cfg.max_inflight_rollouts, oversampled) if limit is not None]
+    is_user_played = cfg.hooks.rollout_function is not None  # it may put groups back, so no batch waits for one
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,
         max_async_level=cfg.max_async_level if level is None else level,
@@ -476,7 +478,8 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
         max_oversampling=cfg.max_oversampling,
         filter_zero_signal=cfg.filter_zero_advantages,
         max_steps=cfg.max_steps,
-        is_in_dispatch_order=cfg.batch_order == "dispatch" and cfg.hooks.rollout_function is None,
+        is_in_dispatch_order=cfg.batch_order == "dispatch" and not is_user_played,
+        keeps_late=cfg.batch_order == "finished" and not is_user_played,
         oversampling_factor=cfg.oversampling_factor,
         tokens_per_batch=cfg.token_batch_size,
         min_groups=math.ceil(cfg.num_train_workers / cfg.group_size),

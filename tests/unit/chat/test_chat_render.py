@@ -59,6 +59,17 @@ def test_prompt_of_six_letters_is_eighteen_tokens(renderer):
     )
 
 
+def test_a_prompt_that_is_remembered_is_the_one_that_would_be_rendered(renderer, directory):
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    given = [{"role": "user", "content": "ab"}]
+    for content, tools in (("ab", None), ("ab", None), ("cd", None), ("cd", [tool]), ("cd", [tool]), ("cd", None)):
+        given[0]["content"] = content  # the environment's own messages, which it may change
+        slow = build_renderer(directory, model_type="qwen3").render_prompt(given, tools)
+        found = renderer.render_prompt(given, tools)
+        assert found.tolist() == slow.tolist()
+        found[:] = 0  # what is remembered is no one else's
+
+
 @given(CONVERSATION)
 @settings(max_examples=40)
 def test_sampled_conversation_is_exactly_what_sft_trains(renderer, pairs):

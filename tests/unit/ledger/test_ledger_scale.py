@@ -10,7 +10,8 @@ from ledger_runs import MEMBERS, Run, group, steps, task, turn
 
 from stretto.base.paths import RunDir
 from stretto.ledger import Ledger, schema
-from stretto.orchestrator.groups.buffer import Bounds, Buffer, SlotState
+from stretto.orchestrator.groups.bounds import Bounds
+from stretto.orchestrator.groups.buffer import Buffer, SlotState
 
 SCAN = re.compile(r"\bSCAN (\w+)")
 

@@ -12,7 +12,7 @@ from stretto.config.sections.trainer import AdamWOptim, TrainerSection
 
 TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines, frozen, slurm, ray, service))
 DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
-    (OrchestratorKeys, batches.short_rollouts_first),
+    (OrchestratorKeys, batches.late_rollouts),
     (OrchestratorKeys, batches.limit_never_reached),
     (RLConfig, run.budget_saves),
     (RLConfig, machines.changes_within_a_machine),

@@ -342,15 +342,15 @@ def replaced_settings(s: OrchestratorKeys, at: At) -> Problems:
 # -- doubts --
 
 
-def short_rollouts_first(s: OrchestratorKeys, at: At) -> Problems:
-    """Short rollouts are trained before long ones, which become too old."""
+def late_rollouts(s: OrchestratorKeys, at: At) -> Problems:
+    """Batches of whoever is done have no time for those who are not."""
     order, oldest, levels = at("batch_order"), at("max_off_policy_steps"), at("max_async_level")
     if s.batch_order == "finished" and s.max_off_policy_steps <= s.max_async_level:
         yield Problem(
             (order, oldest, levels),
-            f"{order} with {oldest}, which is below {levels.path} + 1 = {s.max_async_level + 1}: long rollouts wait "
-            "behind short ones until they are too old, so that mostly short ones are trained; raise "
-            f'{oldest.path}, or use "dispatch"',
+            f"{order} with {oldest}, which is below {levels.path} + 1 = {s.max_async_level + 1}: each batch waits for "
+            f'all that was drawn before it, as with "dispatch"; raise {oldest.path}, to four times as much or more '
+            "if some rollouts take much longer than most",
         )
 
 

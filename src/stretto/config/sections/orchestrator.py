@@ -394,7 +394,8 @@ class OrchestratorKeys(Section):
     """With `deterministic`: after every so many steps the next batch waits for their weights, so that a run that is
     resumed there plays what it would have played. `rl` fills it in with ckpt.interval."""
     max_off_policy_steps: int = Field(8, ge=0)
-    """Rollouts whose first token is older than this many steps are dropped, as whole groups."""
+    """No rollout is trained whose first token is older than this many steps. Batches wait for groups that would become
+    so; those that cannot be waited for, such as groups that a rollout_function has put back, are dropped whole."""
     steering: SteeringSection | None = None
     concurrency: Concurrency = FixedConcurrency()
     max_inflight_rollouts: int | None = Field(None, gt=0)
@@ -411,8 +412,9 @@ class OrchestratorKeys(Section):
     """Do not train rollouts that were cut: the filter `truncated`, enforced. Their rewards stay in the group's mean."""
     hooks: HooksSection = HooksSection()
     batch_order: Literal["dispatch", "finished"] = "dispatch"
-    """Which groups make a batch: `dispatch`, the earliest drawn, waiting for those still running, so that short
-    rollouts are not preferred; `finished`, the first that finish, which waits less and favours short ones."""
+    """Which groups make a batch: `dispatch`, the earliest drawn, waiting for those still running; `finished`, the
+    oldest of those that are done, waiting only for groups that would be older than max_off_policy_steps in a later
+    batch. Neither prefers short rollouts."""
     oversampling_factor: float | None = Field(None, ge=1)
     """Rollouts in flight, relative to one batch; None: max_async_level + 1. Less bounds how many run at once. More
     starts groups early, and none is thrown away: what a batch does not take is in the next one."""

@@ -25,6 +25,12 @@ has yet to start again, so that fast groups are not preferred and long rollouts 
 drawn. With max_async_level = 0 a batch is a function of the rewards alone, because only as many draws are made as
 are needed. Every drop is in the ledger before its slot is free.
 
+In the order in which groups finish, a batch takes the oldest of those that are ready. If keeps_late, it also waits for
+groups that later batches could not take any more: of groups that began with version v or an older one, no more may be
+left than the batches up to step v+1+max_off_policy_steps have room for. So none is dropped for its age, and long
+rollouts are trained as often as they were drawn here too. While max_async_level <= max_off_policy_steps there is always
+such an order.
+
 If is_deterministic, batches are played one after the other, and each by one version as a whole (`version_of`): draws
 begin once the batch before is shipped and that version is loaded, and the next version is loaded once no batch needs
 this one (`wait_for_turn`). So the draws of a batch are the shortest run of draws that has enough groups with a signal,
@@ -48,6 +54,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from stretto.ledger.writer import Ledger
+from stretto.orchestrator.groups.bounds import Bounds
 from stretto.orchestrator.groups.ends import Ends
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Group, Task
@@ -99,6 +106,7 @@ class Slot:
     def __post_init__(self) -> None:
         # Version of the oldest first token; before the group is played, of what it starts with.
         self.first_version = min((k.first_version for k in self.partials.values()), default=self.version)
+        self.started_with = self.first_version  # what `first_version` is until the group is played
 
     @property
     def played(self) -> Group:
@@ -130,60 +138,9 @@ class Counts:
     zero_signal: int = 0
     rejected: int = 0
     stale: int = 0
+    late_s: float = 0.0  # seconds for which the batch had enough groups and waited for others that would be late
     ends: Ends = field(default_factory=Ends)  # of rollouts, by reason and length
     flags: Counter[str] = field(default_factory=Counter)  # rollouts by the filter that flagged them
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """How far generation may run ahead, in groups and steps."""
-
-    groups_per_batch: int
-    max_async_level: int
-    max_off_policy_steps: int
-    max_running_groups: int | None = None
-    max_oversampling: float = 4.0
-    filter_zero_signal: bool = True
-    max_steps: int | None = None
-    is_in_dispatch_order: bool = True
-    oversampling_factor: float | None = None
-    """Fewest batches of groups in flight; None: as many as the steps that generation may be ahead need."""
-    tokens_per_batch: int | None = None
-    """Tokens with which a batch is complete before it has groups_per_batch groups; None: groups alone count."""
-    min_groups: int = 1
-    """Fewest groups of a batch that its tokens complete."""
-    is_deterministic: bool = False
-    sync_interval: int | None = None
-    """Steps after which a deterministic run waits for their weights before it plays on."""
-    update_interval: int = 1
-    """Steps between two versions that engines get."""
-    first_version: int = 0
-    """The version with which this incarnation of the run begins."""
-
-    @property
-    def max_steps_ahead(self) -> int:
-        """Steps that generation may be ahead without its groups becoming too old."""
-        return min(self.max_async_level, self.max_off_policy_steps)
-
-    @property
-    def num_slots(self) -> int:
-        """Groups that may run, wait or be in training at once."""
-        return int(max(self.max_steps_ahead + 1, self.oversampling_factor or 0) * self.groups_per_batch)
-
-    @property
-    def max_replaced(self) -> int:
-        """Zero-signal groups that are replaced by other draws, per batch."""
-        return int((self.max_oversampling - 1) * self.groups_per_batch) if self.filter_zero_signal else 0
-
-    def version_of(self, step: int) -> int:
-        """The version that plays the batch of `step` in a deterministic run: the oldest that is allowed."""
-        synchronised = (step - 1) // self.sync_interval * self.sync_interval if self.sync_interval else 0
-        oldest = max(step - 1 - self.max_steps_ahead, synchronised)
-        return max(-(-oldest // self.update_interval) * self.update_interval, self.first_version)
-
-    def oldest_version(self, step: int) -> int:
-        """The oldest version whose first tokens may be trained at `step`."""
-        return step - 1 - self.max_off_policy_steps
 
 
 @dataclass(eq=False)
@@ -206,12 +163,14 @@ class Buffer:
     _num_added: int = 0
     _num_ended: int = 0  # shipped, dropped or failed
     _running: list[int] = field(default_factory=list)  # heap; groups that ended are removed lazily
+    _running_by_version: Counter[int] = field(default_factory=Counter)  # by `started_with`; those that can be too old
     _preferred: list[int] = field(default_factory=list)  # sorted: READY groups, taken first
     _fillers: list[int] = field(default_factory=list)  # sorted: zero-signal groups, which may fill a batch
     _redraw_heap: list[int] = field(default_factory=list)  # heap; draws that were started are removed lazily
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
     _num_played: int = 0  # groups
     _num_tokens: int = 0  # of these groups
+    _late_since: float | None = None  # since then a batch waits for groups that would be late
     _idle_s: float = 0.0
     _idle_since: float | None = field(default_factory=time.perf_counter)
 
@@ -351,6 +310,9 @@ class Buffer:
     async def next_batch(self) -> list[Slot] | None:
         """Wait until batch `next_step` may be shipped; its groups in draw order, or None if closed."""
         await self._wait_until(lambda: self.is_closed or self._may_ship())
+        if self._late_since is not None:
+            self.counts.late_s += time.perf_counter() - self._late_since
+            self._late_since = None
         return None if self.is_closed else self._choose()
 
     def ready_slots(self) -> list[Slot]:
@@ -468,7 +430,10 @@ class Buffer:
         if num_groups is None:
             return False
         if not self.bounds.is_in_dispatch_order:
-            return True
+            if not self.bounds.keeps_late or not self._would_be_late(num_groups):
+                return True
+            self._late_since = self._late_since or time.perf_counter()
+            return False
         return self._last_of_batch(num_groups) < self._first_unfinished()
 
     def _size_of_batch(self) -> int | None:
@@ -479,7 +444,7 @@ class Buffer:
         if bounds.tokens_per_batch is not None:
             num_fillers = num_ready - len(self._preferred)  # further ones have been replaced
             num_tokens = 0
-            ordered = itertools.chain(self._preferred, self._fillers[:num_fillers])
+            ordered = itertools.chain(self._in_order(), self._fillers[:num_fillers])
             for count, group_id in enumerate(itertools.islice(ordered, bounds.groups_per_batch), 1):
                 num_tokens += self.slots[group_id].num_tokens
                 if num_tokens >= bounds.tokens_per_batch and count >= bounds.min_groups:
@@ -504,11 +469,38 @@ class Buffer:
         first = running[0] if running else math.inf
         return min(first, redraws[0]) if redraws and self.may_admit() else first
 
+    def _would_be_late(self, num_groups: int) -> bool:
+        """If the batch was shipped now, would a running group be too old for a place in a later one?
+
+        Later batches are taken to be as large as this one. It does not wait for what could not be in it anyway.
+        """
+        oldest, running = self.bounds.oldest_version(self.next_step), self._running_by_version
+        if not running or (min(running) - oldest) * num_groups >= self.bounds.num_slots:
+            return False  # later batches have room for everything
+        ordered = [self.slots[group_id] for group_id in self._in_order()]
+        chosen, waiting = ordered[:num_groups], ordered[num_groups:]
+        newest = max(map(_age_of, chosen)) if len(chosen) == num_groups else math.inf
+        left = Counter(_age_of(slot) for slot in waiting if not slot.is_frozen) + running
+        num_left = num_running = 0
+        for version in sorted(left):
+            if version >= newest:
+                return False  # this batch has no place that an older group could take
+            num_left, num_running = num_left + left[version], num_running + running[version]
+            if num_running and num_left > max(version - oldest, 0) * num_groups:
+                return True
+        return False
+
+    def _in_order(self) -> list[int]:
+        """The preferred groups as batches take them: by draw number, or the oldest first."""
+        if not self.bounds.keeps_late:
+            return self._preferred
+        return sorted(self._preferred, key=lambda group_id: _age_of(self.slots[group_id]))
+
     def _choose(self) -> list[Slot]:
-        """The lowest draw numbers; zero-signal groups only if there are too few others."""
+        """The lowest draw numbers, or the oldest; zero-signal groups only if there are too few others."""
         num_groups = self._size_of_batch()
         assert num_groups is not None, "a batch is chosen when it may be shipped"
-        chosen = self._preferred[:num_groups]
+        chosen = self._in_order()[:num_groups]
         chosen += self._fillers[: num_groups - len(chosen)]
         return [self.slots[group_id] for group_id in sorted(chosen)]
 
@@ -538,6 +530,8 @@ class Buffer:
         self.slots[slot.group_id] = slot
         self._num_added += 1
         self._num_by_state[SlotState.RUNNING] += 1
+        if not slot.is_frozen:
+            self._running_by_version[slot.started_with] += 1
         heapq.heappush(self._running, slot.group_id)
         self._mark_idle()
 
@@ -545,6 +539,10 @@ class Buffer:
         if (waiting := self._queue_of(slot)) is not None:
             del waiting[bisect_left(waiting, slot.group_id)]
         self._num_by_state[slot.state] -= 1
+        if slot.state is SlotState.RUNNING and not slot.is_frozen:
+            self._running_by_version[slot.started_with] -= 1
+            if not self._running_by_version[slot.started_with]:
+                del self._running_by_version[slot.started_with]
         slot.move(to)
         if (waiting := self._queue_of(slot)) is not None:
             insort(waiting, slot.group_id)
@@ -573,3 +571,8 @@ class Buffer:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+def _age_of(slot: Slot) -> int:
+    """The version by which a group is older than others; what a teacher plays goes by when it was drawn."""
+    return slot.version if slot.is_frozen else slot.first_version

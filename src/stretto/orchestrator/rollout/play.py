@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -211,14 +212,30 @@ class PlaySettings:
         max_tokens = overrides.pop("max_tokens", None) or sampling.max_completion_tokens or room
         if overrides.get("top_k") in (0, -1):  # the engines' spellings of no limit
             overrides["top_k"] = None
-        settings = sampling.model_dump(exclude={"max_completion_tokens"}) | overrides
+        if not overrides:
+            params = self._learned_params if is_learned else self._params
+        else:
+            params = self._build_params(overrides)
+            params = limit_support(params, self.max_support) if is_learned else params
+        return msgspec.structs.replace(params, max_tokens=min(max_tokens, room), seed=seed)
+
+    @cached_property
+    def _params(self) -> SamplingParams:
+        """What turns without settings of their own have in common."""
+        return self._build_params({})
+
+    @cached_property
+    def _learned_params(self) -> SamplingParams:
+        return limit_support(self._params, self.max_support)
+
+    def _build_params(self, overrides: dict[str, Any]) -> SamplingParams:
+        settings = self.sampling.model_dump(exclude={"max_completion_tokens"}) | overrides
         settings |= {name: as_tuple(settings[name]) for name in ("stop", "stop_token_ids", "bad_words")}
         settings["min_tokens"] = settings["min_tokens"] or 0
         settings["logit_bias"] = bias_by_token(settings["logit_bias"] or {}, self.renderer)
         if not settings["ignore_eos"]:
             settings["stop_token_ids"] = (*self.renderer.stop_ids, *settings["stop_token_ids"])
-        params = SamplingParams(**settings, max_tokens=min(max_tokens, room), seed=seed)
-        return limit_support(params, self.max_support) if is_learned else params
+        return SamplingParams(**settings)
 
     def check_reply(self, completion: Completion) -> None:
         """Raises: EngineError if a reply is incomplete, or contains the placeholder of an image."""

@@ -203,6 +203,8 @@ class BatchShipper:
         row.metrics |= {f"filter/{each.type}": counts.flags[each.type] / total for each in self._filters}
         if centered := [group for group in groups if group.task.env in self._centered]:
             row.metrics["advantage/group_sum"] = max(map(group_sum, centered))
+        if self.buffer.bounds.keeps_late:
+            row.metrics["time/wait_for_late"] = counts.late_s
         if self.parts.rollout_function is not None:
             row.metrics |= self.parts.rollout_function.metrics
         interval = self.cfg.monitors.samples_interval

@@ -101,8 +101,11 @@ class Dispatch:
         self.num_running[url] += 1
         was_full = was_served = False
         try:
-            async with _paused(deadline):
-                await gate.enter()
+            if gate.is_open:
+                await gate.enter()  # at once, so the deadline need not be moved twice
+            else:
+                async with _paused(deadline):
+                    await gate.enter()
             try:
                 if url in self._fleet.drained:
                     raise http.Unavailable(f"{url} gets no more requests")

@@ -25,9 +25,14 @@ class RequestGate:
         """How long the engine has rejected all our requests while none of them was running."""
         return 0.0 if self._rejects_since is None else time.monotonic() - self._rejects_since
 
+    @property
+    def is_open(self) -> bool:
+        """Would `enter` return at once?"""
+        return self.num_running + 1 <= self.limit and not self._waiting
+
     async def enter(self) -> None:
         """Wait until one more request may be sent; call `leave` after each."""
-        if self.num_running + 1 <= self.limit and not self._waiting:
+        if self.is_open:
             self.num_running += 1
             return
         turn = asyncio.get_running_loop().create_future()

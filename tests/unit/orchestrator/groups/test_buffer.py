@@ -8,7 +8,8 @@ from fakes import run_virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.orchestrator.groups.buffer import MOVES, Bounds, Buffer, Slot, SlotState
+from stretto.orchestrator.groups.bounds import Bounds
+from stretto.orchestrator.groups.buffer import MOVES, Buffer, Slot, SlotState
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
 
@@ -303,8 +304,9 @@ def slow_choice(buffer):
     usable = [s for s in ready if s.has_signal or not buffer.bounds.filter_zero_signal]
     spare = [s for s in buffer.slots.values() if s.state is SlotState.REPLACED and s.rejected is None]
     by_number = lambda slots: sorted(slots, key=lambda slot: slot.group_id)
+    by_age = lambda slots: sorted(slots, key=lambda slot: (slot.first_version, slot.group_id))
     unused = [slot for slot in ready if slot not in usable]
-    ordered = by_number(usable) + by_number(unused + spare)
+    ordered = (by_age if buffer.bounds.keeps_late else by_number)(usable) + by_number(unused + spare)
     bounds, size = buffer.bounds, buffer.bounds.groups_per_batch
     if bounds.tokens_per_batch is not None:
         filled = [n for n in range(bounds.min_groups, len(ready) + 1) if 2 * n >= bounds.tokens_per_batch]
@@ -320,7 +322,7 @@ bounds = st.fixed_dictionaries(
         "max_running_groups": st.none() | st.integers(1, 5),
         "max_oversampling": st.floats(1, 3),
         "filter_zero_signal": st.booleans(),
-        "is_in_dispatch_order": st.booleans(),
+        "order": st.sampled_from(["dispatch", "finished", "finished, nothing late"]),
         "tokens_per_batch": st.none() | st.integers(1, 8),
         "min_groups": st.integers(1, 2),
     }
@@ -350,7 +352,11 @@ def test_a_group_that_a_user_draws_before_the_next_version_is_loaded_is_dropped_
 @settings(max_examples=150, deadline=None)
 @given(bounds, fates, st.randoms(use_true_random=False))
 def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, rng):
-    buffer = build(**bounds)
+    order = bounds.pop("order")
+    keeps_late = order == "finished, nothing late"
+    buffer = build(**bounds, is_in_dispatch_order=order == "dispatch", keeps_late=keeps_late)
+    is_in_time = keeps_late and bounds["tokens_per_batch"] is None
+    is_in_time &= bounds["max_async_level"] <= bounds["max_off_policy_steps"]
     group_id, shipped_ids = 0, set()
     for fate in fates:
         for slot in start_all(buffer, first=group_id):
@@ -370,7 +376,7 @@ def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, r
         if buffer._may_ship():
             step, chosen = buffer.next_step, buffer._choose()
             assert chosen == slow_choice(buffer)
-            assert buffer._last_of_batch(len(chosen)) == chosen[-1].group_id
+            assert keeps_late or buffer._last_of_batch(len(chosen)) == chosen[-1].group_id
             assert len(chosen) == buffer.bounds.groups_per_batch or 2 * len(chosen) >= bounds["tokens_per_batch"]
             ids = [slot.group_id for slot in chosen]
             assert ids == sorted(ids) and not set(ids) & shipped_ids
@@ -378,6 +384,7 @@ def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, r
             assert buffer.version >= step - 1 - buffer.bounds.max_async_level
             assert all(slot.first_version >= step - 1 - buffer.bounds.max_off_policy_steps for slot in chosen)
             buffer.ship(chosen, buffer.discarded(chosen))
+    assert not is_in_time or "stale" not in buffer.ledger.reasons.values()
     # Everybody left finishes: the run must be able to go on for ever.
     for _ in range(200):
         for slot in [s for s in buffer.slots.values() if s.state is SlotState.RUNNING]:
