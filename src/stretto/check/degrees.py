@@ -64,6 +64,7 @@ class Degrees:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    pp: int = 1
     splits_tokens: bool = False
     """Ranks of tp split the tokens of a pass outside the layers that they cut, and may have different experts."""
 
@@ -79,7 +80,7 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.cp * self.tp
+        return self.dp * self.cp * self.tp * self.pp
 
 
 def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
