@@ -30,6 +30,7 @@ from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim, Optim
 from stretto.models import hub
 from stretto.models.decoder import Decoder
+from stretto.models.moe import mixtures
 from stretto.models.tensor_map import Shape, TensorSlice
 from stretto.models.value_head import has_value_head
 from stretto.records.sample import MicroBatch
@@ -83,6 +84,8 @@ class MegatronNetwork(Network):
         self._config = build_config(module.config, self._dtype, ac=model.ac, overrides=getattr(model, "overrides", {}))
         self._has_values = has_value_head(module)
         self._chunk = model.fused_lm_head_token_chunk_size
+        for mixture in mixtures(module).values() if model.freeze_moe_router else ():
+            mixture.gate.weight.requires_grad_(False)
         bare = self._build_chunks(module)
         self.weights = MegatronWeights(bare, module, self.mesh)
         self.weights.load(module)

@@ -62,11 +62,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of this rank and its pieces.
-
-    is_expert: it is one expert, and its pieces have one more dim in front. is_copy: another stage updates it alike
-    (the output weight of a model that has one weight for tokens and output).
-    """
+    """A parameter of this rank and its pieces; is_expert: it is one expert, and they have one more dim in front."""
 
     name: str
     parameter: nn.Parameter
@@ -98,10 +94,15 @@ class MegatronWeights(TrainedWeights):
             for chunk in chunks
             for name, parameter in _global_names(chunk)
         ]
-        self._boxes = _bound(self.held, self._whole)
-        self.names = list(self._whole)
-        self.parameters = [held.parameter for held in self.held]
-        self.export_dtype = self.parameters[0].dtype
+        self._boxes = _bound(self.held)
+        self._dtypes = {name: p.dtype for name, p in decoder.named_parameters()}
+        self.names = [name for name, p in decoder.named_parameters() if p.requires_grad]
+        trained = set(self.names)
+        self._trained = [held for held in self.held if held.pieces[0].ours in trained]
+        for held in self.held:
+            held.parameter.requires_grad_(held.pieces[0].ours in trained)
+        self.parameters = [held.parameter for held in self._trained]
+        self.export_dtype = decoder.output_weight.dtype
         self.chunks: list[Any] = chunks
         self.optimizer: Any = None
         """Megatron's, once it is built."""
@@ -157,7 +158,7 @@ class MegatronWeights(TrainedWeights):
         return self.gathered("param")
 
     def shapes(self) -> dict[str, Shape]:
-        return self._whole
+        return {name: self._whole[name] for name in self.names}
 
     def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
         raise AssertionError("Megatron's optimizer has no parts of our parameters")
@@ -205,7 +206,7 @@ class MegatronWeights(TrainedWeights):
         All ranks must call it.
         """
         parts = self._row_slices()
-        for held in self.held:
+        for held in self._trained:
             optimizer = self._optimizer_of(held.parameter)
             full = torch.zeros(held.parameter.numel(), dtype=torch.float32, device=held.parameter.device)
             if (place := _range_of(optimizer, held.parameter)) is not None:
@@ -240,7 +241,7 @@ class MegatronWeights(TrainedWeights):
 
     def _scatter(self, key: str, parts: Mapping[str, TensorSlice]) -> None:
         with torch.no_grad():
-            for held in self.held:
+            for held in self._trained:
                 parameter, optimizer = held.parameter, self._optimizer_of(held.parameter)
                 full = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
                 for piece in held.pieces:
@@ -256,8 +257,8 @@ class MegatronWeights(TrainedWeights):
 
     def _row_slices(self) -> dict[str, TensorSlice]:
         """For every parameter the rows that this rank keeps of its box, on the CPU; float32."""
-        parts = {name: self._empty(name, None, torch.float32, "cpu") for name in self._whole}
-        for held in self.held:
+        parts = {name: self._empty(name, None, torch.float32, "cpu") for name in self.names}
+        for held in self._trained:
             rank, size = held.group.rank(), held.group.size()
             for name in {piece.ours for piece in held.pieces}:
                 start, shape = self._boxes[name]
@@ -282,7 +283,7 @@ class MegatronWeights(TrainedWeights):
         whole = self._whole[name]
         start, shape = box or ((0,) * len(whole), (0, *whole[1:]))
         return TensorSlice(
-            torch.zeros(shape, dtype=dtype or self.export_dtype, device=device or self.mesh.device), start, whole
+            torch.zeros(shape, dtype=dtype or self._dtypes[name], device=device or self.mesh.device), start, whole
         )
 
 
@@ -312,10 +313,9 @@ def _state_of(optimizer: Any, parameter: nn.Parameter, key: str) -> Tensor:
 
 
 def _global_names(chunk: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a chunk with the numbers that their layers have in the whole model."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    for name, parameter in chunk.named_parameters():
+    """The parameters of a chunk, and its biases of experts, with the numbers of layers in the whole model."""
+    biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")]
+    for name, parameter in (*chunk.named_parameters(), *biases):
         if name.startswith(LAYERS):
             local, rest = name.removeprefix(LAYERS).split(".", 1)
             name = f"{LAYERS}{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
@@ -370,7 +370,7 @@ def _blocks(name: str, shape: Shape, parameter: Any, expert: int | None) -> Iter
         yield tuple(own), tuple(start), tuple(extent)
 
 
-def _bound(held: list[Held], whole: Mapping[str, Shape]) -> dict[str, tuple[Shape, Shape]]:
+def _bound(held: list[Held]) -> dict[str, tuple[Shape, Shape]]:
     """Start and shape of the box that a rank's pieces of each of our parameters fill."""
     pieces = sorted((piece for each in held for piece in each.pieces), key=lambda piece: piece.ours)
     boxes = {}

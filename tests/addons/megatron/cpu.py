@@ -55,7 +55,7 @@ def stand_in() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
-    torch.Tensor.type = lambda self: names[self.dtype]  # type: ignore[assignment, method-assign]
+    torch.Tensor.type = lambda self, to=None: names[self.dtype] if to is None else self.to(to)  # type: ignore
     _OnCpu().__enter__()
 
     import megatron.core.tensor_parallel.random as random
