@@ -199,7 +199,10 @@ class Network(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, TensorSlice]:
-        """This rank's slices of weights and optimizer state, as `model.<name>` and `optim.<key>.<name>`."""
+        """This rank's slices of weights and optimizer state, as `model.<name>` and `optim.<key>.<name>`.
+
+        They may be copies.
+        """
 
     @abstractmethod
     def targets(self, saved: Mapping[str, TensorInfo]) -> dict[str, TensorSlice]:
