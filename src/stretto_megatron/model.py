@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ActivationCheckpointSection
+from stretto.config.sections.trainer import MegatronSection
 from stretto.families.shape import ModelConfig
 from stretto.models.attention import packed_attention
 from stretto.models.parts.norm import RMSNorm
@@ -65,19 +66,13 @@ def check_shape(cfg: ModelConfig) -> None:
 
 
 def build_config(
-    cfg: ModelConfig,
-    dtype: torch.dtype,
-    *,
-    ac: ActivationCheckpointSection | None,
-    overrides: dict[str, Any],
+    cfg: ModelConfig, dtype: torch.dtype, section: MegatronSection, ac: ActivationCheckpointSection | None
 ) -> TransformerConfig:
     """Megatron's config of a model on the mesh of its parallel state, which must exist.
 
-    overrides: fields of TransformerConfig by name.
-
     Raises: ConfigError for an override that Megatron does not know or does not accept.
     """
-    settings = _shape_settings(cfg) | _mesh_settings() | _recompute_settings(ac)
+    settings = _shape_settings(cfg) | _mesh_settings(section) | _recompute_settings(ac)
     settings |= {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -95,10 +90,10 @@ def build_config(
         "persist_layer_norm": HAVE_TE,
     }
     known = {each.name for each in fields(TransformerConfig)}
-    if unknown := sorted(set(overrides) - known):
+    if unknown := sorted(set(section.overrides) - known):
         raise ConfigError(f"trainer.megatron.overrides: Megatron-Core has no argument {unknown[0]!r}; correct its name")
     try:
-        return TransformerConfig(**(settings | overrides))
+        return TransformerConfig(**(settings | section.overrides))
     except (AssertionError, TypeError, ValueError) as cause:
         raise ConfigError(f"Megatron-Core refuses this configuration: {cause}") from cause
 
@@ -142,7 +137,7 @@ def _shape_settings(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _mesh_settings() -> dict[str, Any]:
+def _mesh_settings(section: MegatronSection) -> dict[str, Any]:
     tp, pp = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
@@ -156,7 +151,9 @@ def _mesh_settings() -> dict[str, Any]:
         "deallocate_pipeline_outputs": pp > 1,
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": section.etp,
+        "num_layers_in_first_pipeline_stage": section.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": section.last_stage_layers,
     }
 
 

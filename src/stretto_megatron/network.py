@@ -27,7 +27,7 @@ from torch import Tensor
 from stretto.base.errors import ConfigError
 from stretto.check.degrees import Degrees
 from stretto.config.sections.model import ModelSection
-from stretto.config.sections.trainer import AdamWOptim, Optim
+from stretto.config.sections.trainer import AdamWOptim, MegatronSection, Optim
 from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.models.moe import mixtures
@@ -61,6 +61,7 @@ class MegatronNetwork(Network):
         self,
         module: Decoder,
         *,
+        section: MegatronSection,
         model: ModelSection,
         optim: Optim,
         mesh: Mesh | None = None,
@@ -77,11 +78,10 @@ class MegatronNetwork(Network):
         if not isinstance(optim, AdamWOptim):
             raise ConfigError(f'[optim] type = {optim.type!r}: trainer.backend = "megatron" has "adamw" only')
         self.optim, self.error_prefix, self.lr_key = optim, error_prefix, lr_key
-        stages = getattr(model, "vpp", None)
-        open_parallel_state(self.mesh.degrees, stages)
+        open_parallel_state(self.mesh.degrees, section)
         seed_megatron(torch.initial_seed() % 2**31)
         self._dtype = hub.dtype_of(model.dtype, self.mesh.device)
-        self._config = build_config(module.config, self._dtype, ac=model.ac, overrides=getattr(model, "overrides", {}))
+        self._config = build_config(module.config, self._dtype, section, model.ac)
         self._has_values = has_value_head(module)
         self._chunk = model.fused_lm_head_token_chunk_size
         for mixture in mixtures(module).values() if model.freeze_moe_router else ():
@@ -326,12 +326,10 @@ def check_device() -> None:
         ) from cause
 
 
-def open_parallel_state(degrees: Degrees, stages: int | None) -> None:
-    """Megatron's process groups for a mesh, once for all networks of this process.
-
-    stages: chunks of layers that each rank of an interleaved pipeline has; None: one.
-    """
-    sizes = degrees.tp, degrees.pp, stages, degrees.cp, degrees.ep
+def open_parallel_state(degrees: Degrees, section: MegatronSection) -> None:
+    """Megatron's process groups for a mesh, once for all networks of this process."""
+    stages = section.virtual_stages if section.virtual_stages > 1 else None
+    sizes = degrees.tp, degrees.pp, stages, degrees.cp, degrees.ep, section.etp
     if parallel_state.is_initialized():
         found = (
             parallel_state.get_tensor_model_parallel_world_size(),
@@ -339,6 +337,7 @@ def open_parallel_state(degrees: Degrees, stages: int | None) -> None:
             parallel_state.get_virtual_pipeline_model_parallel_world_size(),
             parallel_state.get_context_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
         )
         assert found == sizes, f"one mesh for all networks of a process: {found} and {sizes}"
         return
@@ -351,7 +350,7 @@ def open_parallel_state(degrees: Degrees, stages: int | None) -> None:
         stages,
         context_parallel_size=degrees.cp,
         expert_model_parallel_size=degrees.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=section.etp,
         order="tp-cp-ep-dp-pp",  # as our mesh: tp is the fastest axis, pp the slowest
         create_gloo_process_groups=False,
     )

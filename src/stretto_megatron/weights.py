@@ -8,10 +8,10 @@ each of them keeps some rows, so that checkpoints have everything once and any m
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +94,7 @@ class MegatronWeights(TrainedWeights):
             for chunk in chunks
             for name, parameter in _global_names(chunk)
         ]
-        self._boxes = _bound(self.held)
+        self._boxes = _bound(self.held, self._whole)
         self._dtypes = {name: p.dtype for name, p in decoder.named_parameters()}
         self.names = [name for name, p in decoder.named_parameters() if p.requires_grad]
         trained = set(self.names)
@@ -145,12 +145,16 @@ class MegatronWeights(TrainedWeights):
     # -- slices --
 
     def all_slices(self) -> dict[str, TensorSlice]:
-        """This rank's slice of every weight as a copy; an empty one of weights of other stages."""
+        """This rank's slice of every weight as a copy; an empty one of weights of other stages.
+
+        All ranks must call it.
+        """
         parts = {name: self._empty(name, self._boxes.get(name)) for name in self._whole}
         with torch.no_grad():
             for held in self.held:
                 for piece in held.pieces:
                     _copy(piece, held.view(held.parameter.detach()), parts[piece.ours])
+            self._sum_experts(parts)
         return parts
 
     def slices(self) -> dict[str, TensorSlice]:
@@ -216,7 +220,18 @@ class MegatronWeights(TrainedWeights):
             values = held.view(full.view(held.parameter.shape))
             for piece in held.pieces:
                 _copy(piece, values, parts[piece.ours])
+        self._sum_experts(parts)
         return parts
+
+    def _sum_experts(self, parts: Mapping[str, TensorSlice]) -> None:
+        """Put together boxes of experts, of which each rank of etp has filled its features."""
+        if parallel_state.get_expert_tensor_parallel_world_size() == 1:
+            return
+        for name in sorted({piece.ours for held in self.held if held.is_expert for piece in held.pieces} & parts.keys()):
+            part = parts[name].tensor
+            on_device = part.to(self.mesh.device)
+            dist.all_reduce(on_device, group=parallel_state.get_expert_tensor_parallel_group())
+            part.copy_(on_device)
 
     def targets(self, key: str) -> dict[str, TensorSlice]:
         """Slices to fill for `copy_to_model`, those of `gathered`."""
@@ -336,7 +351,7 @@ def _find_pieces(cfg: ModelConfig, table: TensorMap, name: str, parameter: nn.Pa
     assert found is not None, f"no parameter of ours has the values of {name}"
     shape = tuple(parameter.shape) if first is None else (1, *parameter.shape)
     pieces = []
-    for own, start, size in _blocks(name, shape, parameter, first):
+    for own, start, size in _blocks(name, shape, table.their_shapes[found], first):
         for shared in table.slices_of(found):
             low = [max(a, b) for a, b in zip(start, shared.their_start)]
             ends = zip(start, size, shared.their_start, shared.their_shape)
@@ -349,36 +364,52 @@ def _find_pieces(cfg: ModelConfig, table: TensorMap, name: str, parameter: nn.Pa
     return Held(name, parameter, tuple(pieces), first is not None)
 
 
-def _blocks(name: str, shape: Shape, parameter: Any, expert: int | None) -> Iterator[tuple[Shape, Shape, Shape]]:
-    """The boxes of a parameter that are one box of Megatron's whole one: start here, start there, size."""
-    zeros = [0] * len(shape)
-    origin = list(zeros)
-    if expert is not None:
+def _blocks(name: str, shape: Shape, whole: Shape, expert: int | None) -> Iterator[tuple[Shape, Shape, Shape]]:
+    """The boxes of a parameter that are one box of Megatron's whole one: start here, start there, size.
+
+    At most one dim is divided over ranks, each of which has the same share; a vocabulary is padded for that.
+    """
+    origin = [0] * len(shape)
+    if expert is None:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        degree = parallel_state.get_tensor_model_parallel_world_size()
+    else:
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        degree = parallel_state.get_expert_tensor_parallel_world_size()
         origin[0] = expert
-        yield tuple(zeros), tuple(origin), shape  # ranks of tp have different experts, or the same
+    divided = [dim for dim in range(int(expert is not None), len(shape)) if shape[dim] != whole[dim]]
+    if not divided:
+        yield (0,) * len(shape), tuple(origin), shape
         return
-    degree = parallel_state.get_tensor_model_parallel_world_size()
-    if degree == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        yield tuple(zeros), tuple(origin), shape
-        return
-    rank, dim = parallel_state.get_tensor_model_parallel_rank(), parameter.partition_dim
+    (dim,) = divided
     parts = 2 if "linear_fc1" in name else 1  # gate and up are divided each by itself
     size = shape[dim] // parts
     for part in range(parts):
-        own, start, extent = list(zeros), list(zeros), list(shape)
+        own, start, extent = [0] * len(shape), list(origin), list(shape)
         own[dim], start[dim], extent[dim] = part * size, (part * degree + rank) * size, size
         yield tuple(own), tuple(start), tuple(extent)
 
 
-def _bound(held: list[Held]) -> dict[str, tuple[Shape, Shape]]:
-    """Start and shape of the box that a rank's pieces of each of our parameters fill."""
-    pieces = sorted((piece for each in held for piece in each.pieces), key=lambda piece: piece.ours)
+def _bound(held: list[Held], whole: Mapping[str, Shape]) -> dict[str, tuple[Shape, Shape]]:
+    """Start and shape of the box that a rank's pieces of each of our parameters fill.
+
+    Features of experts that ranks divide are in the box of each: together these ranks fill it.
+    """
+    is_divided = parallel_state.get_expert_tensor_parallel_world_size() > 1
+    pieces: dict[str, set[tuple[Shape, Shape]]] = {}
+    experts: set[str] = set()
+    for each in held:
+        for piece in each.pieces:
+            pieces.setdefault(piece.ours, set()).add((piece.start, piece.shape))
+            experts |= {piece.ours} if each.is_expert else set()
     boxes = {}
-    for name, group in groupby(pieces, key=lambda piece: piece.ours):
-        of_name = set((piece.start, piece.shape) for piece in group)
+    for name, of_name in pieces.items():
         start = tuple(map(min, zip(*(s for s, _ in of_name))))
         end = tuple(map(max, zip(*(tuple(map(sum, zip(s, n))) for s, n in of_name))))
+        if name in experts and is_divided:
+            start, end = (start[0], *(0 for _ in start[1:])), (end[0], *whole[name][1:])
+        else:
+            volume = sum(math.prod(shape) for _, shape in of_name)
+            assert volume == math.prod(b - a for a, b in zip(start, end)), f"pieces of {name} are no box: {of_name}"
         boxes[name] = start, tuple(b - a for a, b in zip(start, end))
-        volume = sum(torch.Size(n).numel() for _, n in of_name)
-        assert volume == torch.Size(boxes[name][1]).numel(), f"pieces of {name} are no box: {of_name}"
     return boxes
