@@ -142,12 +142,17 @@ def _mesh_settings(section: MegatronSection) -> dict[str, Any]:
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
+    is_interleaved = section.virtual_stages > 1
     return {
         "tensor_model_parallel_size": tp,
         "sequence_parallel": tp > 1,
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-        "variable_seq_lengths": pp > 1,
+        # Interleaved stages would mix up what they tell a rank that is both before and behind them; their rows have
+        # the same length (network.py), and such a rank is told in order.
+        "variable_seq_lengths": pp > 1 and not is_interleaved,
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
         "deallocate_pipeline_outputs": pp > 1,
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),

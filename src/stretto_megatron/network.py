@@ -187,18 +187,18 @@ class MegatronNetwork(Network):
         )
         degrees = self.mesh.degrees
         row_of = partial(build_row, cp=degrees.cp, cp_rank=self.mesh.cp_rank, tp=degrees.tp)
-        passes = []
-        for index, mb in enumerate(micro_batches):
-            inputs = build(mb, is_scored=None if token_mask is None else token_mask(mb))
-            if inputs is not None:
-                passes.append(_Pass(index, inputs, row_of(inputs)))
-        if self._config.virtual_pipeline_model_parallel_size is not None:
+        masks = (None if token_mask is None else token_mask(mb) for mb in micro_batches)
+        built = [(index, build(mb, is_scored=mask)) for index, (mb, mask) in enumerate(zip(micro_batches, masks))]
+        found: list[tuple[int | None, PassInputs]] = [(i, inputs) for i, inputs in built if inputs is not None]
+        if is_interleaved := self._config.virtual_pipeline_model_parallel_size is not None:
             count = -(-count // degrees.pp) * degrees.pp
-        if len(passes) < count:
+        if len(found) < count:
             idle = build(IDLE_MICRO_BATCH)
             assert idle is not None
-            passes += [_Pass(None, idle, row_of(idle))] * (count - len(passes))
-        return passes
+            found += [(None, idle)] * (count - len(found))
+        # Interleaved stages do not tell each other lengths.
+        least = max(row_of(each).packed.bounds[-1] for _, each in found) if found and is_interleaved else 0
+        return [_Pass(index, inputs, row_of(inputs, least=least)) for index, inputs in found]
 
     def _schedule(
         self, passes: Sequence[_Pass], finish: Callable[[int, Tensor], Tensor], chunks: list[Any], *, is_training: bool
@@ -221,7 +221,7 @@ class MegatronNetwork(Network):
                 data_iterator=numbers if len(chunks) > 1 else numbers[0],
                 model=chunks,
                 num_microbatches=len(passes),
-                seq_length=1,  # rows differ in length: stages tell each other
+                seq_length=passes[0].row.packed.bounds[-1],  # of interleaved stages; others tell each other
                 micro_batch_size=1,
                 forward_only=not is_training,
             )

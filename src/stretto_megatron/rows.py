@@ -8,6 +8,7 @@ of documents: no token sees it, and it is not scored.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -52,11 +53,11 @@ class Row:
     predictors: Int[Tensor, " _"]
 
 
-def build_row(inputs: PassInputs, *, cp: int, cp_rank: int, tp: int) -> Row:
-    """The row of a pass, whose inputs share no tokens between documents."""
+def build_row(inputs: PassInputs, *, cp: int, cp_rank: int, tp: int, least: int = 0) -> Row:
+    """The row of a pass, whose inputs share no tokens between documents; least: tokens that it has with padding."""
     assert not inputs.layout.has_parents and inputs.images is None
     device = inputs.token_ids.device
-    sources, bounds, positions = _pad(inputs.layout.cu_seqlens, multiple=2 * cp if cp > 1 else 1, total=cp * tp)
+    sources, bounds, positions = _pad(inputs.layout.cu_seqlens, multiple=2 * cp if cp > 1 else 1, total=cp * tp, least=least)
     shares = [_share(bounds, cp, rank) for rank in range(cp)]
     places = [np.concatenate([np.arange(low, high) for low, high in share]) for share in shares]
     mine = places[cp_rank]
@@ -96,16 +97,18 @@ def build_row(inputs: PassInputs, *, cp: int, cp_rank: int, tp: int) -> Row:
     )
 
 
-def _pad(cu_seqlens: tuple[int, ...], *, multiple: int, total: int) -> tuple[np.ndarray, tuple[int, ...], np.ndarray]:
-    """Documents of multiples of `multiple`, which together have a multiple of `total` tokens.
+def _pad(
+    cu_seqlens: tuple[int, ...], *, multiple: int, total: int, least: int
+) -> tuple[np.ndarray, tuple[int, ...], np.ndarray]:
+    """Documents of multiples of `multiple`, which together have a multiple of `total` tokens, and at least `least`.
 
     Returns: for each token its index in the pass, -1 for padding; the bounds of documents; positions in documents.
     """
     lengths = np.diff(cu_seqlens)
     starts, lengths = np.asarray(cu_seqlens[:-1])[lengths > 0], lengths[lengths > 0]
     padded = -(-lengths // multiple) * multiple
-    while padded.sum() % total:
-        padded[-1] += multiple
+    together = math.lcm(multiple, total)
+    padded[-1] += -(-max(int(padded.sum()), least) // together) * together - padded.sum()
     sources = [np.arange(n) + start if n == m else np.r_[np.arange(n) + start, np.full(m - n, -1)]
                for start, n, m in zip(starts, lengths, padded)]  # fmt: skip
     bounds = tuple(np.concatenate(([0], np.cumsum(padded))).tolist())

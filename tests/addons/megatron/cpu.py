@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+_gather_equal = dist.all_gather
 
 
 class _Stream:
@@ -57,6 +59,7 @@ def stand_in() -> None:
     names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
     torch.Tensor.type = lambda self, to=None: names[self.dtype] if to is None else self.to(to)  # type: ignore
     _OnCpu().__enter__()
+    dist.all_gather = _all_gather
 
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
@@ -67,6 +70,17 @@ def stand_in() -> None:
     moe_utils.te_general_gemm = None
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _Stream()
     dispatcher.maybe_move_tensor_to_cpu = _counts
+
+
+def _all_gather(parts: list[torch.Tensor], part: torch.Tensor, group: Any = None, async_op: bool = False) -> None:
+    """`all_gather` of parts that may differ in length, which NCCL can and gloo cannot."""
+    assert not async_op
+    padded = part.new_zeros(max(map(len, parts)), *part.shape[1:])
+    padded[: len(part)] = part
+    out = [torch.empty_like(padded) for _ in parts]
+    _gather_equal(out, padded, group=group)
+    for each, found in zip(parts, out):
+        each.copy_(found[: len(each)])
 
 
 def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
