@@ -21,6 +21,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -111,6 +112,20 @@ class MegatronNetwork(Network):
             use_gloo_process_groups=False,
         )
         self.weights.optimizer, self.weights.chunks = self.optimizer, self._chunks
+        # It has the rates of our own schedule, and is there for a user's functions.
+        self._scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=optim.lr,
+            max_lr=optim.lr,
+            min_lr=0.0,
+            lr_warmup_steps=0,
+            lr_decay_steps=1,
+            lr_decay_style="constant",
+            start_wd=optim.weight_decay,
+            end_wd=optim.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
         self.weights.zero_grad()
         self._is_finished = False
         self._reference_chunks: list[Any] = []
@@ -134,6 +149,10 @@ class MegatronNetwork(Network):
     def module(self) -> list[Any]:
         """Megatron's model: the chunks of this rank."""
         return self._chunks
+
+    @property
+    def schedule(self) -> OptimizerParamScheduler:
+        return self._scheduler
 
     # -- passes --
 
@@ -256,8 +275,10 @@ class MegatronNetwork(Network):
         return super().update(step, lr, is_skipped=is_skipped)
 
     def apply_gradients(self, lr: float) -> None:
+        self._scheduler.max_lr = lr
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["max_lr"] = lr
+        self._scheduler.step(1)
         self.optimizer.step_with_ready_grads()
         self.weights.num_updates += 1
         self.weights.zero_grad()

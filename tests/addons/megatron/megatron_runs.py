@@ -35,10 +35,12 @@ from stretto.base.paths import RunDir
 from stretto.check.degrees import Degrees
 from stretto.config.sections.algorithm import DefaultLoss
 from stretto.config.sections.model import ActivationCheckpointSection, ModelSection
-from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler, MegatronSection
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler, CriticSection, MegatronSection
 from stretto.models import hub
+from stretto.models.value_head import with_value_head
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
+from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
 from stretto.trainer.network import TorchNetwork
 from stretto.trainer.ranks import exchange
@@ -69,14 +71,15 @@ def learner_of(case: str, mesh: Mesh | None, seed: int = 0, **more: Any) -> Lear
     section, ac = MegatronSection(**{k: v for w in words for k, v in OPTIONS.get(w, {}).items()}), None
     if mesh is not None and "full" in words:
         ac = ActivationCheckpointSection()
+    dtype = torch.bfloat16 if "bf16" in words else torch.float32
     return Learner(
-        build(seed),
-        model=ModelSection(dtype="float32", ac=ac),
+        build(seed).to(dtype),
+        model=ModelSection(dtype=str(dtype).removeprefix("torch."), ac=ac),
         optim=AdamWOptim(lr=1e-2, eps=1e-3, max_norm=0.5),
         scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
         loss=DefaultLoss(entropy_coef=0.01, reference_kl={"coef": 0.1}),
-        reference=build(7).requires_grad_(False),
+        reference=build(7).requires_grad_(False).to(dtype),
         mesh=mesh,
         build=TorchNetwork if mesh is None else partial(build_network, section=section),
         **more,
@@ -87,7 +90,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "interleaved": {"virtual_stages": 2},
     "uneven": {"first_stage_layers": 1},
     "etp2": {"etp": 2},
-    "grouped": {"overrides": {"moe_router_dtype": "fp64"}},
+    "block": {"overrides": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}},
 }
 """Settings of Megatron that a word of a case stands for."""
 
@@ -184,6 +187,44 @@ def run_case(case: str, out: Path) -> dict[str, float]:
     return {key: worst.get(key, max)(each[key] for each in ranks) for key in found}
 
 
+def critic_of(case: str, mesh: Mesh | None, seed: int = 0) -> Critic:
+    """A critic whose head is not 0; mesh: as in `learner_of`."""
+    module = with_value_head(build_policy(seed, family=case.split("-")[0], tie_word_embeddings=False, **SHAPE))
+    module.lm_head.weight.data = torch.linspace(-0.5, 0.5, module.config.hidden_size)[None]
+    return Critic(
+        module,
+        section=CriticSection(value_clip=0.2),
+        model=ModelSection(dtype="float32"),
+        optim=AdamWOptim(lr=1e-2, eps=1e-3, max_norm=0.5),
+        mesh=mesh,
+        build=TorchNetwork if mesh is None else partial(build_network, section=MegatronSection()),
+    )
+
+
+def run_critic(case: str) -> dict[str, float]:
+    mesh = Mesh(degrees_of(case), CPU, is_sharded=False)
+    own, theirs = critic_of(case, None), critic_of(case, mesh)
+    mbs = [replace(pack(part), values=None) for part in (documents(4)[:5], documents(4)[5:])]
+    found = {}
+    values = own.values(mbs)
+    of_theirs = theirs.values(mesh.local_items(mbs))
+    found["values"] = max(float(np.abs(a - b).max()) for a, b in zip(mesh.local_items(values), of_theirs))
+    mbs = [
+        replace(mb, values=value, returns=np.where(value != 0, np.sin(np.arange(len(value))), 0).astype(np.float32))
+        for mb, value in zip(mbs, values)
+    ]
+    for number in (1, 2):
+        own.train(mbs, number)
+        theirs.train(mesh.local_items(mbs), number)
+    found["updated"] = largest(
+        theirs.network.weights.all_slices(), {n: p.detach() for n, p in own.module.named_parameters()}
+    )
+    wanted, metrics = own.pop_metrics(), theirs.pop_metrics()
+    found["metrics"] = max(abs(metrics[key] - value) for key, value in wanted.items())
+    ranks = gather(found)
+    return {key: max(each[key] for each in ranks) for key in found}
+
+
 def gather(value: Any) -> list[Any]:
     return [pickle.loads(each) for each in exchange.gather(pickle.dumps(value), bytes)]
 
@@ -192,7 +233,7 @@ def run_rank(case: str, rank: int, size: int, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     store = dist.FileStore(str(out / f"{case}.store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=DEADLINE)
-    found = run_case(case, out)
+    found = run_critic(case) if "critic" in case.split("-") else run_case(case, out)
     if rank == 0:
         (out / f"{case}.json").write_text(json.dumps(found))
     dist.barrier()
