@@ -154,8 +154,8 @@ def find_megatron_degrees(model: ModelSection, section: MegatronSection, world_s
         )
     if model.dp_replicate > 1:
         raise ConfigError(
-            f"[model] dp_replicate = {model.dp_replicate}: Megatron has whole weights on each rank that tp, pp and ep leave; "
-            "leave dp_replicate out"
+            f"[model] dp_replicate = {model.dp_replicate}: Megatron has whole weights on each rank that tp, pp and ep "
+            "leave; leave dp_replicate out"
         )
     _divides("tp", model.tp, shape.num_kv_heads, f"the {shape.num_kv_heads} key and value heads of this model")
     _divides("tp", model.tp, shape.intermediate_size, f"intermediate_size = {shape.intermediate_size}")

@@ -218,8 +218,14 @@ class RLConfig(RunKeys, ClusterRoot):
 
     @property
     def num_train_ranks(self) -> int:
-        """Processes of the trainer: a data-parallel rank is cp x tp of them."""
-        return self.orchestrator.num_train_workers * self.model.cp * self.model.tp
+        """Processes of the trainer: a data-parallel rank is cp x tp of them, of each pipeline stage."""
+        return self.orchestrator.num_train_workers * self.ranks_per_worker
+
+    @property
+    def ranks_per_worker(self) -> int:
+        """Processes of the trainer that train on the same micro batches."""
+        stages = self.trainer.megatron.pp if self.trainer.megatron is not None else 1
+        return self.model.cp * self.model.tp * stages
 
     @property
     def critic_placement(self) -> CriticPlacement | None:

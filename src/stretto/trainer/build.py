@@ -10,10 +10,11 @@ from typing import Any
 from stretto import addons
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import load_tokenizer
+from stretto.check.megatron import find_megatron
 from stretto.check.models import check_quantize
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.model import ModelSection
-from stretto.config.sections.trainer import CriticSection, MegatronSection
+from stretto.config.sections.trainer import CriticSection
 from stretto.data.hub_model import fetch
 from stretto.models import hub
 from stretto.models.decoder import Decoder
@@ -72,11 +73,6 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
         frozen_steps=0 if cfg.critic is None else cfg.critic.num_critic_only_steps,
         build=find_builder(cfg),
     )
-
-
-def find_megatron(cfg: TrainerConfig) -> MegatronSection | None:
-    """The section of Megatron; None if it does not train."""
-    return None if cfg.backend == "fsdp" else cfg.megatron or MegatronSection()
 
 
 def find_builder(cfg: TrainerConfig) -> NetworkBuilder:

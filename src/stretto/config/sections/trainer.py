@@ -280,8 +280,8 @@ class RankKeys(Section):
 
 
 class MegatronSection(Section):
-    """How Megatron-Core spreads the policy and its critic over ranks, with trainer.backend = "megatron". model.tp, model.cp
-    and model.ep are its degrees too."""
+    """How Megatron-Core spreads the policy and its critic over ranks, with trainer.backend = "megatron". model.tp,
+    model.cp and model.ep are its degrees too."""
 
     pp: int = Field(1, gt=0)
     """Pipeline stages: ranks with different layers, through which micro batches go one after another."""
