@@ -42,7 +42,7 @@ if "device" in sys.argv:
         torch.cuda.current_device()
         found["device"] = ""
     except (RuntimeError, AssertionError) as error:
-        found["device"] = str(error).splitlines()[0]
+        found["device"] = str(error).splitlines()[0].split(". ")[0]
 print(json.dumps(found))
 """
 HOW = "`make megatron` makes an environment that has it, where Python 3.12 is there"
