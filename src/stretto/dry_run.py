@@ -156,13 +156,8 @@ def trainer(cfg: TrainerConfig) -> str:
     if cfg.model.scratch is None:
         weights = check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)
     checked = check_trainer_hooks(cfg.hooks)
-    rows = [
-        *_model(cfg.model),
-        *_devices(cfg.model),
-        *_weight_rows(weights),
-        *_code(checked),
-        *_backend(cfg, needs_gpu=True),
-    ]
+    rows = [*_model(cfg.model), *_devices(cfg.model), *_weight_rows(weights), *_code(checked)]
+    rows += _backend(cfg, needs_gpu=True)
     rows += _monitors(cfg.monitors, is_fed_here=False)  # the orchestrator feeds trackers
     return _screen(
         rows, f"trainer  {_threads(cfg.num_threads)}; batches from port {_batch_port(cfg)}", _run_directory(cfg)
