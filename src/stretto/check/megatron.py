@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -84,7 +83,7 @@ def check_trainer_python(trainer: TrainerKeys, *, needs_gpu: bool = False) -> st
         return ""
     where = f'{key} = "{trainer.interpreter}"' if trainer.interpreter else f'trainer.backend = "{trainer.backend}"'
     words = ["device"] if needs_gpu and trainer.backend == "megatron" else []
-    printed = output_of([python, "-c", _PROBE, *words], PROBE_S, env={**os.environ, **trainer.env_vars})
+    printed = output_of([python, "-c", _PROBE, *words], PROBE_S)
     try:
         found = json.loads(printed or "")
     except ValueError:
