@@ -81,7 +81,7 @@ def rl(cfg: RLConfig) -> str:
     models += [("engine", text) for text in foreign_engines(cfg)]
     rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors, is_fed_here=cfg.ray is None)]
     rows += [*service, *_budget(cfg, lambda: used_before(cfg.run_dir, Progress()))]
-    rows += _backend(cfg.trainer)
+    rows += _backend(cfg.trainer, needs_gpu=cfg.trains_here)
     rows += [("router", f"NOT READY: {router}")] if router else []
     rows += _images(cfg.model) if cfg.inference is None else []
     changed = changes(cfg.run_dir.config("run"), cfg, plan.config) if cfg.resume and cfg.resume.dir is None else []
@@ -90,10 +90,10 @@ def rl(cfg: RLConfig) -> str:
     return _screen(rows, _first_tasks(tasks), table(plan), written, job(cfg))
 
 
-def _backend(trainer: TrainerKeys) -> Rows:
+def _backend(trainer: TrainerKeys, *, needs_gpu: bool) -> Rows:
     """The Python of the trainer's ranks, if it is another, and what Megatron needs."""
     try:
-        found = check_trainer_python(trainer)
+        found = check_trainer_python(trainer, needs_gpu=needs_gpu)
     except ConfigError as error:
         return [("backend", f"NOT READY: {error}")]
     return [("backend", found)] if found else []
@@ -151,12 +151,13 @@ def trainer(cfg: TrainerConfig) -> str:
     if cfg.model.scratch is None and (here := find_model(cfg.model.name)) is not None:
         check_trainable(here, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
         if (megatron := find_megatron(cfg)) is not None:
-            check_refused(here.family, here.text, cfg.model, megatron)
+            check_refused(here.family, here.found, cfg.model, megatron)
     weights = []
     if cfg.model.scratch is None:
         weights = check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)
     checked = check_trainer_hooks(cfg.hooks)
-    rows = [*_model(cfg.model), *_devices(cfg.model), *_weight_rows(weights), *_code(checked), *_backend(cfg)]
+    rows = [*_model(cfg.model), *_devices(cfg.model), *_weight_rows(weights), *_code(checked)]
+    rows += _backend(cfg, needs_gpu=True)
     rows += _monitors(cfg.monitors, is_fed_here=False)  # the orchestrator feeds trackers
     return _screen(
         rows, f"trainer  {_threads(cfg.num_threads)}; batches from port {_batch_port(cfg)}", _run_directory(cfg)

@@ -1,4 +1,4 @@
-"""What the backend does not compute, found before a run starts; torch is not imported."""
+"""What the backend does not compute, found before a run starts; neither torch nor Megatron-Core is imported."""
 
 from __future__ import annotations
 
@@ -8,18 +8,55 @@ from typing import Any
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import MegatronSection
+from stretto.families.shape import ModelConfig
+from stretto.families.table import family_of
+from stretto.models.config import parse_config
 
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
-"""Families that are built of Megatron's layers."""
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "glm4_moe")
+"""The families whose layers Megatron-Core has with the same result."""
+BACKEND = 'trainer.backend = "megatron"'
+OTHERWISE = 'use trainer.backend = "fsdp"'
+RECOMPUTED = ("norm", "mlp", "routed_experts")
+"""Parts that [model.ac] may name."""
 
 
 def check(family: str, found: Mapping[str, Any], model: ModelSection, megatron: MegatronSection) -> None:
-    """Check that Megatron's layers are those of this model; found: its config.json, empty for a scratch model.
+    """Check a model and what is computed again; found: its config.json, empty for a scratch model.
 
-    Raises: ConfigError naming what they are not.
+    Raises: ConfigError naming what Megatron does not compute.
     """
-    if family not in FAMILIES:
+    _check_family(family_of({"model_type": family}))
+    if found:
+        check_shape(parse_config(dict(found), "config.json"))
+    ac = model.ac
+    if ac is not None and ac.freq != 1:
         raise ConfigError(
-            f'trainer.backend = "megatron" computes {", ".join(FAMILIES)}, and this is a {family}; use '
-            'trainer.backend = "fsdp"'
+            f"[model.ac] freq = {ac.freq}: Megatron computes neighbouring blocks again; use group_size or num_blocks"
         )
+    if ac is not None and ac.mode == "selective" and (unknown := [t for t in ac.targets if t not in RECOMPUTED]):
+        raise ConfigError(
+            f"[model.ac] targets has {unknown[0]}, and Megatron computes {', '.join(RECOMPUTED)} again; leave it out"
+        )
+
+
+def check_shape(cfg: ModelConfig) -> None:
+    """Raises: ConfigError for a model that Megatron's layers do not compute as ours do."""
+    _check_family(cfg.family)
+    moe = cfg.moe
+    parts = {
+        "windows or layers with different heads": bool(cfg.layers) or cfg.window is not None,
+        "a gate on attention": cfg.attention_gate is not None,
+        "norms over all heads together": cfg.is_qk_norm_joint,
+        "biases behind attention or in MLPs": cfg.out_bias or cfg.mlp_bias,
+        "a YaRN rotation": cfg.rope is not None and cfg.rope.kind == "yarn",
+        "groups of experts": moe is not None and moe.num_groups > 1,
+        "a gate on the shared expert": moe is not None and moe.has_shared_gate,
+        "a bias in the router": moe is not None and moe.has_router_bias,
+    }
+    if there := [what for what, is_there in parts.items() if is_there]:
+        raise ConfigError(f"{BACKEND} does not compute {there[0]}, which this {cfg.family} has; {OTHERWISE}")
+
+
+def _check_family(family: str) -> None:
+    if family not in FAMILIES:
+        raise ConfigError(f"{BACKEND} computes {', '.join(FAMILIES)}, and this is a {family}; {OTHERWISE}")

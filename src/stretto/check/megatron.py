@@ -35,6 +35,13 @@ for name in ("torch", "megatron-core"):
         found[name] = version(name)
     except PackageNotFoundError:
         found[name] = None
+if "device" in sys.argv:
+    import torch
+    try:
+        torch.cuda.current_device()
+        found["device"] = ""
+    except (RuntimeError, AssertionError) as error:
+        found["device"] = str(error).splitlines()[0].split(". ")[0]
 print(json.dumps(found))
 """
 HOW = "`make megatron` makes an environment that has it, where Python 3.12 is there"
@@ -64,16 +71,19 @@ def check_refused(family: str, found: Mapping[str, Any], model: ModelSection, me
     check(family, found, model, megatron)
 
 
-def check_trainer_python(trainer: TrainerKeys) -> str:
+def check_trainer_python(trainer: TrainerKeys, *, needs_gpu: bool = False) -> str:
     """What the trainer's Python has, in words; "" for this one with our own modules.
 
-    Raises: ConfigError if it lacks stretto of this version, or Megatron-Core where that trains.
+    needs_gpu: Megatron is to find a GPU on this machine.
+
+    Raises: ConfigError if it lacks stretto of this version, or Megatron-Core or a GPU where Megatron trains.
     """
     python, key = trainer_python(trainer), "trainer.interpreter"
     if trainer.backend == "fsdp" and trainer.interpreter is None:
         return ""
     where = f'{key} = "{trainer.interpreter}"' if trainer.interpreter else f'trainer.backend = "{trainer.backend}"'
-    printed = output_of([python, "-c", _PROBE], PROBE_S)
+    words = ["device"] if needs_gpu and trainer.backend == "megatron" else []
+    printed = output_of([python, "-c", _PROBE, *words], PROBE_S)
     try:
         found = json.loads(printed or "")
     except ValueError:
@@ -91,6 +101,10 @@ def check_trainer_python(trainer: TrainerKeys) -> str:
         raise ConfigError(
             f"{where}: {python} (Python {version}) has {got}, and {least} or newer is needed, which is for Python 3.12 "
             f"and newer; {HOW}, or give the Python that has it as {key}"
+        )
+    if found.get("device"):
+        raise ConfigError(
+            f'{where}: Megatron computes on GPUs, and there is none ({found["device"]}); use trainer.backend = "fsdp"'
         )
     return f"Megatron-Core {core} with torch {found['torch']}, Python {version}, {python}"
 

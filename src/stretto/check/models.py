@@ -122,7 +122,7 @@ def check_model(
         name = "model of text" if shape is None else shape.family
         check_vision(model, here.family if is_other else name, has_other_tower=is_other)
         if megatron is not None:
-            check_refused(here.family, here.text, model, megatron)
+            check_refused(here.family, here.found, model, megatron)
             assert shape is not None, "Megatron computes only some of our own families"
             find_megatron_degrees(model, megatron, num_ranks, shape)
         elif shape is None:

@@ -217,6 +217,12 @@ class RLConfig(RunKeys, ClusterRoot):
         return self.dry_run and (any(self.gpu_counts) or any(self.gpu_ids) or needs_cuda)
 
     @property
+    def trains_here(self) -> bool:
+        """Whether the trainer's ranks are on the machine of the command, and no GPUs are assumed."""
+        is_one = self.deployment.type == "single_node" and self.slurm is None and self.ray is None
+        return is_one and not self.asks_for_gpus
+
+    @property
     def num_train_ranks(self) -> int:
         """Processes of the trainer: a data-parallel rank is cp x tp of them, of each pipeline stage."""
         return self.orchestrator.num_train_workers * self.ranks_per_worker

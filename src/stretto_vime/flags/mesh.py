@@ -33,6 +33,8 @@ class Axes:
 def axes(flags: Values) -> Axes:
     """The axes nearest to those that were typed that the model allows; those that were typed if none are."""
     tp, cp, ep = flags.tensor_model_parallel_size, flags.context_parallel_size, flags.expert_model_parallel_size
+    if flags.has("--train-backend"):  # Megatron cuts what it is told to
+        return Axes(tp, cp, ep)
     ep *= flags.expert_tensor_parallel_size or 1
     ranks = flags.actor_num_nodes * flags.actor_num_gpus_per_node
     typed = Axes(tp, cp, math.gcd(ep, ranks // (1 if flags.sequence_parallel else tp)) if ranks else ep)
@@ -80,6 +82,8 @@ def _divisors(number: int) -> list[int]:
 
 def notes(flags: Values) -> Iterator[str]:
     """How the mesh is another than the one that was typed."""
+    if flags.has("--train-backend"):
+        return
     found = axes(flags)
     tp, cp, ep = flags.tensor_model_parallel_size, flags.context_parallel_size, flags.expert_model_parallel_size
     if (found.tp, found.cp) != (tp, cp):

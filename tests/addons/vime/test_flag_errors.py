@@ -64,7 +64,17 @@ WRONG = {
                        "--untie-embeddings-and-output-weights "
                        "(there false)", "Qwen3-4B/config.json says otherwise"]),
     "shards of an engine": ("--vllm-data-parallel-size 3", ["parallel sizes, 3 together, must divide it"]),
-    "another backend": ("--train-backend fsdp", ["--train-backend fsdp: stretto does not use Megatron-LM"]),
+    "another backend": ("--train-backend fsdp", ["--train-backend fsdp: must be megatron"]),
+    "a stage of no pipeline": ("--train-backend megatron --decoder-last-pipeline-num-layers 2",
+        ["--decoder-last-pipeline-num-layers 2 needs --pipeline-model-parallel-size"]),
+    "ranks of stages": ("--train-backend megatron --pipeline-model-parallel-size 3",
+        ["4: --pipeline-model-parallel-size 3 times", "must divide the GPUs of the actor"]),
+    "layers of virtual stages": ("--train-backend megatron --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 5",
+        ["--num-layers-per-virtual-pipeline-stage 5: the 36 layers of this model in 2 stages"]),
+    "an adapter of Megatron's": ("--train-backend megatron --lora-rank 8", ["Megatron trains all weights"]),
+    "Megatron that takes turns": ("--train-backend megatron --colocate",
+        ["memory of Megatron is not put away"]),
     "a reference that is not there": ("--ref-load nowhere", ["--ref-load nowhere: no such directory"]),
     "an iteration that is not there": ("--ref-load megatron",
         ["--ref-load megatron: megatron: no iter_0000003; the iterations there are none"]),

@@ -14,14 +14,13 @@ REFUSED = {
     "model.vlm": OWN,
     "model.fp8": OWN,
     "model.compile": OWN,
-    "model.ac": f"{BY_MEGATRON}, such as recompute_granularity",
     "model.ac_offloading": OWN,
     "model.fsdp_cpu_offload": "Megatron does not shard weights with FSDP2; leave it out",
     "model.optim_cpu_offload": OWN,
+    "model.optimization_dtype": "its optimizer keeps float32 weights; leave it out",
     "model.dp_replicate": "the ranks that tp, cp and pp leave all have whole weights of their stage; leave it out",
     "model.cp_style": "Megatron splits each document into two parts per rank; leave it out",
     "model.ep_comm_backend": f"{BY_MEGATRON}, such as moe_token_dispatcher_type",
-    "model.freeze_moe_router": OWN,
     "model.indexer_kl_coeff": OWN,
     "model.moe_bias_update_rate": OWN,
     "model.moe_use_grouped_mm": f"{BY_MEGATRON}, such as moe_grouped_gemm",
@@ -31,9 +30,7 @@ REFUSED = {
     "enable_router_replay": OWN,
     "hooks.model": OWN,
     "critic.placement": "a critic of Megatron is on the policy's ranks; leave it out",
-    "critic.ac": f"{BY_MEGATRON}, such as recompute_granularity",
     "weight_broadcast.engine_model": "versions of weights in 8 bits are made by our own modules; leave it out",
-    "is_deterministic": "torch's own kernels are chosen by it, not Megatron's; leave it out",
 }
 """Keys that must have their defaults with trainer.backend = "megatron", and why."""
 

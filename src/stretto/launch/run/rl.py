@@ -52,7 +52,7 @@ def main(cfg: RLConfig) -> int:
         if node > 0:
             return _run_other_node(cfg, run, node)
     check_router(cfg.inference)
-    check_trainer_python(cfg.trainer)
+    check_trainer_python(cfg.trainer, needs_gpu=cfg.trains_here)
     rundir.check(run, **cfg.start_options)  # before gigabytes are downloaded for a run that is then refused
     _fetch_models(cfg)
     checkpoints = None if cfg.ckpt is None else cfg.ckpt.output_dir
@@ -134,7 +134,7 @@ def check_here(cfg: RLConfig) -> LaunchPlan:
         node = check_node(cfg.deployment.node_rank, plan.hosts, probes=False)
         check_processes([spec for spec in plan.processes if spec.node == node], node, plan.hosts)
     check_router(cfg.inference)
-    check_trainer_python(cfg.trainer)
+    check_trainer_python(cfg.trainer, needs_gpu=cfg.trains_here)
     return plan
 
 
