@@ -6,7 +6,6 @@ packed rows of this file, because Megatron's own know neither. Weights are not i
 
 from __future__ import annotations
 
-import logging
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,41 +27,12 @@ from stretto.models.attention import packed_attention
 from stretto.models.parts.norm import RMSNorm
 from stretto.models.parts.rope import inverse_frequencies
 from stretto.trainer.parallel.collectives import gather_rows
+from stretto_megatron.limits import RECOMPUTED
 from stretto_megatron.rows import PackedRow
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-logger = logging.getLogger(__name__)
-
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "glm4_moe")
-"""The families whose layers Megatron-Core has with the same result."""
-
-
-def check_shape(cfg: ModelConfig) -> None:
-    """Raises: ConfigError for a model that Megatron's layers do not compute as ours do."""
-    if cfg.family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ConfigError(
-            f'trainer.backend = "megatron" trains the families {known}, and this model is a {cfg.family}; leave '
-            "trainer.backend out"
-        )
-    moe = cfg.moe
-    parts = {
-        "windows or layers with different heads": bool(cfg.layers) or cfg.window is not None,
-        "a gate on attention": cfg.attention_gate is not None,
-        "norms over all heads together": cfg.is_qk_norm_joint,
-        "biases behind attention or in MLPs": cfg.out_bias or cfg.mlp_bias,
-        "a YaRN rotation": inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)[1] != 1.0,
-        "groups of experts": moe is not None and moe.num_groups > 1,
-        "a gate on the shared expert": moe is not None and moe.has_shared_gate,
-        "a bias in the router": moe is not None and moe.has_router_bias,
-    }
-    if found := [what for what, is_there in parts.items() if is_there]:
-        raise ConfigError(
-            f'trainer.backend = "megatron" does not compute {found[0]}, which this {cfg.family} has; leave '
-            "trainer.backend out"
-        )
 
 
 def build_config(
@@ -162,24 +132,14 @@ def _mesh_settings(section: MegatronSection) -> dict[str, Any]:
     }
 
 
-_RECOMPUTED = {"norm": "layernorm", "mlp": "mlp", "routed_experts": "moe"}
+_RECOMPUTED = dict(zip(RECOMPUTED, ("layernorm", "mlp", "moe")))
 """Parts of [model.ac] targets, and what Megatron calls them."""
 
 
 def _recompute_settings(ac: ActivationCheckpointSection | None) -> dict[str, Any]:
     if ac is None:
         return {}
-    if ac.freq != 1:
-        raise ConfigError(
-            f"[model.ac] freq = {ac.freq} is not of Megatron: it recomputes neighbouring blocks; use group_size or "
-            "num_blocks"
-        )
     if ac.mode == "selective":
-        if unknown := [target for target in ac.targets if target not in _RECOMPUTED]:
-            raise ConfigError(
-                f'[model.ac] targets: trainer.backend = "megatron" recomputes {", ".join(_RECOMPUTED)}, not '
-                f"{unknown[0]!r}; leave it out"
-            )
         modules = [_RECOMPUTED[target] for target in ac.targets]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     method, number = ("uniform", ac.group_size) if ac.num_blocks is None else ("block", ac.num_blocks)

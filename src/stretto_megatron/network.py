@@ -32,14 +32,16 @@ from stretto.config.sections.trainer import AdamWOptim, MegatronSection, Optim
 from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.models.moe import mixtures
-from stretto.models.tensor_map import Shape, TensorSlice
+from stretto.models.tensor_map import TensorSlice
 from stretto.models.value_head import has_value_head
 from stretto.records.sample import MicroBatch
+from stretto.records.weight_manifest import probe_scale
 from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs
 from stretto.trainer.network import Network, PassCounts, ScoreFunction, TokenMask, Wanted
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo, add_prefix, check_same_model, select_prefix
-from stretto_megatron.model import build_chunks, build_config, check_shape, seed_megatron, value_head
+from stretto_megatron.limits import check_shape
+from stretto_megatron.model import build_chunks, build_config, seed_megatron, value_head
 from stretto_megatron.rows import Row, build_row
 from stretto_megatron.scores import Head, compute_scores
 from stretto_megatron.weights import MegatronWeights
@@ -319,9 +321,9 @@ class MegatronNetwork(Network):
             yield from (parameter.detach() for parameter in chunk.parameters())
 
     @contextmanager
-    def scaled(self, factor_of: Callable[[Shape], float]) -> Iterator[None]:
+    def scaled(self) -> Iterator[None]:
         kept = [held.parameter.detach().clone() for held in self.weights.held]
-        self.weights.scale(factor_of)
+        self.weights.scale(probe_scale)
         try:
             yield
         finally:
