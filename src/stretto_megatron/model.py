@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-
 def build_config(
     cfg: ModelConfig, dtype: torch.dtype, section: MegatronSection, ac: ActivationCheckpointSection | None
 ) -> TransformerConfig:
@@ -237,9 +236,7 @@ def _with_own_parts(spec: Any) -> Any:
         attention = parts.self_attention
         inner = attention.submodules
         norms = {
-            name: PlainNorm
-            for name in ("q_layernorm", "k_layernorm")
-            if getattr(inner, name).__name__ != "IdentityOp"
+            name: PlainNorm for name in ("q_layernorm", "k_layernorm") if getattr(inner, name).__name__ != "IdentityOp"
         }
         inner = replace(inner, core_attention=PackedAttention, **norms)
         parts = replace(

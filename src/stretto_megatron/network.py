@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -37,7 +34,7 @@ from stretto.models.value_head import has_value_head
 from stretto.records.sample import MicroBatch
 from stretto.records.weight_manifest import probe_scale
 from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, build_pass_inputs
-from stretto.trainer.network import Network, PassCounts, ScoreFunction, TokenMask, Wanted
+from stretto.trainer.network import Network, PassCounts, ScoreFunction, Scores, TokenMask, Wanted
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo, add_prefix, check_same_model, select_prefix
 from stretto_megatron.limits import check_shape
@@ -47,9 +44,11 @@ from stretto_megatron.scores import Head, compute_scores
 from stretto_megatron.weights import MegatronWeights
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_PLAIN = Wanted()
 
 
-class _Pass(NamedTuple):
+@dataclass(frozen=True)
+class _Pass:
     """index: of the micro batch; None for a pass whose result is not used."""
 
     index: int | None
@@ -59,6 +58,8 @@ class _Pass(NamedTuple):
 
 class MegatronNetwork(Network):
     """A model of ours as Megatron-Core trains it; the arguments are those of a NetworkBuilder."""
+
+    weights: MegatronWeights
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class MegatronNetwork(Network):
         score: ScoreFunction,
         *,
         is_training: bool,
-        wanted: Wanted = Wanted(),
+        wanted: Wanted = _PLAIN,
         token_mask: TokenMask | None = None,
         counts: PassCounts | None = None,
         of_reference: bool = False,
@@ -179,17 +180,17 @@ class MegatronNetwork(Network):
         if wanted.reference:
 
             def keep(number: int, hidden: Tensor) -> Tensor:
-                references[number] = self._score(passes[number], hidden, Wanted(), of_reference=True).values
+                references[number] = self._score(passes[number], hidden, _PLAIN, of_reference=True).values
                 return hidden.new_zeros(())
 
             self._schedule(passes, keep, self._reference_chunks, is_training=False)
 
         def finish(number: int, hidden: Tensor) -> Tensor:
-            index, inputs, _ = each = passes[number]
+            each = passes[number]
             scores = self._score(each, hidden, wanted, of_reference=of_reference)
-            if index is None:
+            if each.index is None:
                 return (scores.values * 0.0).sum()
-            loss = score(index, inputs, scores._replace(reference=references.get(number)))
+            loss = score(each.index, each.inputs, scores._replace(reference=references.get(number)))
             assert loss is not None or not is_training, "training needs a loss"
             return hidden.new_zeros(()) if loss is None else loss
 
@@ -247,7 +248,7 @@ class MegatronNetwork(Network):
                 forward_only=not is_training,
             )
 
-    def _score(self, each: _Pass, hidden: Tensor, wanted: Wanted, *, of_reference: bool) -> Any:
+    def _score(self, each: _Pass, hidden: Tensor, wanted: Wanted, *, of_reference: bool) -> Scores:
         last = (self._reference_chunks if of_reference else self._chunks)[-1]
         last = getattr(last, "module", last)
         is_tied = last.share_embeddings_and_output_weights
@@ -259,9 +260,7 @@ class MegatronNetwork(Network):
             chunk=self._chunk,
             has_values=self._has_values and not of_reference,
         )
-        return compute_scores(
-            hidden, head, each.row, each.inputs, wanted, splits_tokens=self._config.sequence_parallel
-        )
+        return compute_scores(hidden, head, each.row, each.inputs, wanted, splits_tokens=self._config.sequence_parallel)
 
     # -- updates --
 

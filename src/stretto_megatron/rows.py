@@ -9,7 +9,7 @@ of documents: no token sees it, and it is not scored.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ class PackedRow(PackedSeqParams):
     """
 
     bounds: tuple[int, ...] = ()
-    places: tuple[Int[Tensor, " own"], ...] = ()
+    places: list[Int[Tensor, " own"]] = field(default_factory=list)
     chunks: tuple[tuple[slice, slice], ...] = ()
 
 
@@ -57,7 +57,9 @@ def build_row(inputs: PassInputs, *, cp: int, cp_rank: int, tp: int, least: int 
     """The row of a pass, whose inputs share no tokens between documents; least: tokens that it has with padding."""
     assert not inputs.layout.has_parents and inputs.images is None
     device = inputs.token_ids.device
-    sources, bounds, positions = _pad(inputs.layout.cu_seqlens, multiple=2 * cp if cp > 1 else 1, total=cp * tp, least=least)
+    sources, bounds, positions = _pad(
+        inputs.layout.cu_seqlens, multiple=2 * cp if cp > 1 else 1, total=cp * tp, least=least
+    )
     shares = [_share(bounds, cp, rank) for rank in range(cp)]
     places = [np.concatenate([np.arange(low, high) for low, high in share]) for share in shares]
     mine = places[cp_rank]
@@ -82,7 +84,7 @@ def build_row(inputs: PassInputs, *, cp: int, cp_rank: int, tp: int, least: int 
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         bounds=bounds,
-        places=tuple(to_device(place) for place in places),
+        places=[to_device(place) for place in places],
         chunks=tuple(
             (slice(int(end) - (high - low), int(end)), slice(starts[low], high))
             for (low, high), end in zip(shares[cp_rank], ends)

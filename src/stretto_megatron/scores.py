@@ -1,8 +1,8 @@
 """Scores of tokens from Megatron's last hidden states: the vocabulary is divided over tp, the tokens of a row over cp.
 
-Log-probabilities, entropy and their gradients need three sums over tp per chunk of tokens; logits exist for one chunk at
-a time, as in models/lm_head.py, which is used itself where the vocabulary is whole. Every rank of tp and cp gets the
-scores of all tokens and computes the same loss: its backward pass begins at the rank's own scores.
+Log-probabilities and entropy need a maximum and sums over tp per chunk of tokens; logits exist for one chunk at a time,
+as in models/lm_head.py, which is used itself where the vocabulary is whole. Every rank of tp and cp gets the scores of
+all tokens and computes the same loss: its backward pass begins at the rank's own scores.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ class Head:
 
 
 def compute_scores(
-    hidden: Float[Tensor, "local 1 dim"], head: Head, row: Row, inputs: PassInputs, wanted: Wanted, *, splits_tokens: bool
+    hidden: Float[Tensor, "local 1 dim"],
+    head: Head,
+    row: Row,
+    inputs: PassInputs,
+    wanted: Wanted,
+    *,
+    splits_tokens: bool,
 ) -> Scores:
     """The scores of all scored tokens of a pass.
 
@@ -74,13 +80,7 @@ def compute_scores(
     targets, temperatures = targets[own], temperatures[own]
     if group.size() == 1:
         logprobs, entropy = token_logprobs(
-            hidden,
-            head.weight,
-            targets,
-            temperatures,
-            head.chunk,
-            entropy_grad=wanted.entropy_grad,
-            support=support,
+            hidden, head.weight, targets, temperatures, head.chunk, entropy_grad=wanted.entropy_grad, support=support
         )
     else:
         logprobs, entropy = _DividedLogprobs.apply(
@@ -156,12 +156,10 @@ class _DividedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for rows in _chunks(len(targets), ctx.head.chunk):
-            logits = _own_logits(
-                hidden[rows], weight, columns[rows], temperatures[rows], ctx.head, ctx.support, rows
-            )
+            logits = _own_logits(hidden[rows], weight, columns[rows], temperatures[rows], ctx.head, ctx.support, rows)
             logprobs = logits.sub_(norms[rows, None])
             probs = logprobs.exp()
-            # d logprob / d logits = (onehot - p) / temperature; d entropy / d logits = -p (log p + entropy) / temperature
+            # as in models/lm_head.py: (onehot - p) / temperature, and of the entropy -p (log p + entropy) / temperature
             scales = grads[rows] / temperatures[rows, None]
             d_logits = probs * -scales.sum(1, keepdim=True)
             local, is_here = _local(columns[rows], ctx.head)

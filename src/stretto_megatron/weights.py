@@ -2,8 +2,8 @@
 
 Megatron's matrices lie otherwise than ours (names.py): queries, keys and values by group, gate and up in one matrix,
 experts each by itself. So a slice of ours is a copy, put together from pieces. The distributed optimizer has a range of
-each flattened parameter; states of it are gathered over the ranks that share the parameter, one parameter at a time, and
-each of them keeps some rows, so that checkpoints have everything once and any mesh can read them.
+each flattened parameter; states of it are gathered over the ranks that share the parameter, one parameter at a time,
+and each of them keeps some rows, so that checkpoints have everything once and any mesh can read them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from jaxtyping import Shaped
 
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
-_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(?P<a>\d+)\.)?(?P<part>linear_fc[12])\.(?P<kind>weight|bias)(?P<b>\d*)")
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<a>\d+)\.)?(?P<part>linear_fc[12])\.(?P<kind>weight|bias)(?P<b>\d*)"
+)
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,9 @@ class MegatronWeights(TrainedWeights):
         """Put together boxes of experts, of which each rank of etp has filled its features."""
         if parallel_state.get_expert_tensor_parallel_world_size() == 1:
             return
-        for name in sorted({piece.ours for held in self.held if held.is_expert for piece in held.pieces} & parts.keys()):
+        for name in sorted(
+            {piece.ours for held in self.held if held.is_expert for piece in held.pieces} & parts.keys()
+        ):
             part = parts[name].tensor
             on_device = part.to(self.mesh.device)
             dist.all_reduce(on_device, group=parallel_state.get_expert_tensor_parallel_group())

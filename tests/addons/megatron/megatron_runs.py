@@ -1,7 +1,8 @@
 """A tiny policy on meshes of Megatron-Core, compared with our own trainer; run by test_network.py.
 
-`python megatron_runs.py OUT CASE...` imports once, forks the ranks of each case, and writes OUT/<case>.json from rank 0:
-the largest differences of scores, gradients and weights from one rank of our own trainer, and what else a case measures.
+`python megatron_runs.py OUT CASE...`, with the folder on_cpu on the path of Python, imports once, forks the ranks of
+each case, and writes OUT/<case>.json from rank 0: the largest differences of scores, gradients and weights from one
+rank of our own trainer, and what else a case measures.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import pickle
 import sys
 import traceback
-import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-
-from cpu import stand_in
-
-warnings.simplefilter("ignore")  # Megatron-Core warns of all that is not installed
-stand_in()
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -96,9 +91,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def batches(seed: int) -> list[MicroBatch]:
-    """Three micro batches: some ranks of dp have fewer than others. In one, tokens come from a part of the vocabulary."""
+    """Three micro batches, so that some ranks of dp have fewer; in one, tokens are drawn from some of the vocabulary."""
     docs = documents(seed)
-    found = [with_streams(pack(part, padding=pad), seed) for part, pad in ((docs[:5], 3), (docs[5:8], 0), (docs[8:], 0))]
+    found = [
+        with_streams(pack(part, padding=pad), seed) for part, pad in ((docs[:5], 3), (docs[5:8], 0), (docs[8:], 0))
+    ]
     tokens = len(found[1].token_ids)
     sizes = np.where(np.arange(tokens) % 3 == 0, 6, 0)
     ids = np.arange(int(sizes.sum())) * 7 % VOCAB
@@ -172,7 +169,6 @@ def run_case(case: str, out: Path) -> dict[str, float]:
     load(runs["theirs"], from_theirs, 1)
     load(runs["own"], from_own, 1)
     load(runs["theirs"], again, 1)
-    found["resumed"] = 0.0
     for each in (own, theirs, from_theirs, from_own, again):
         step(each, 2)
     found["resumed"] = max(

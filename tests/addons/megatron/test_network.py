@@ -15,7 +15,7 @@ import pytest
 
 from stretto.check.megatron import MADE
 
-RUNS = Path(__file__).with_name("megatron_runs.py")
+RUNS, ON_CPU = (Path(__file__).with_name(name) for name in ("megatron_runs.py", "on_cpu"))
 QUICK = ("qwen3-cp2", "qwen3_moe-tp2-pp2-ep2-untied", "qwen3-tp2-pp2-critic")
 SLOW = (
     "qwen3", "qwen3-tp2", "qwen3-dp2", "qwen3-pp2", "qwen3-pp2-interleaved", "qwen3-pp2-uneven-full", "qwen3-pp2-block",
@@ -25,9 +25,7 @@ SLOW = (
 )  # fmt: skip
 EXACT = {"loaded": 0.0, "exported": 1.0, "again": 1.0}
 """Weights as they were read, tensors as engines get them, and a run that resumes on its own mesh: bit by bit."""
-CLOSE = {
-    "logprobs": 1e-5, "gradients": 1e-5, "norm": 1e-5, "metrics": 5e-4, "updated": 1e-5, "resumed": 1e-5, "values": 1e-5,
-}  # fmt: skip
+CLOSE = dict.fromkeys(("logprobs", "gradients", "norm", "updated", "resumed", "values"), 1e-5) | {"metrics": 5e-4}
 """The largest differences: gradients and weights relative to the largest value of each parameter."""
 ROUNDED = {"logprobs": 0.1, "gradients": 0.15, "norm": 0.01, "metrics": 0.1, "updated": 0.02, "resumed": 0.02}
 """With weights of 16 bits, which ranks round in another order."""
@@ -49,7 +47,8 @@ def measured(cases: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """What megatron_runs.py writes of each case; the end of its output as an error if one is missing."""
     with tempfile.TemporaryDirectory() as folder:
         words = [find_python() or "", str(RUNS), folder, *cases]
-        ran = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ), timeout=60 + 60 * len(cases))
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ON_CPU), os.environ["PYTHONPATH"]])}
+        ran = subprocess.run(words, capture_output=True, text=True, env=env, timeout=60 + 60 * len(cases))
         files = {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
     missing = [case for case in cases if case not in files]
     assert not missing, f"{missing} did not end well: {(ran.stdout + ran.stderr)[-4000:]}"
@@ -57,7 +56,13 @@ def measured(cases: tuple[str, ...]) -> dict[str, dict[str, float]]:
 
 
 @needs_megatron
-@pytest.mark.parametrize("case", [*(pytest.param(case, marks=pytest.mark.heavy) for case in QUICK), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, marks=pytest.mark.heavy) for case in QUICK),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
+    ],
+)
 def test_a_mesh_of_megatron_computes_what_one_rank_of_our_own_trainer_does(case):
     found = measured(QUICK if case in QUICK else SLOW)[case]
     assert len(found) >= 3
