@@ -15,7 +15,7 @@ from stretto.models.config import parse_config
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "glm4_moe")
 """The families whose layers Megatron-Core has with the same result."""
 BACKEND = 'trainer.backend = "megatron"'
-OTHERWISE = 'use trainer.backend = "fsdp"'
+OTHERWISE = "leave trainer.backend out"
 RECOMPUTED = ("norm", "mlp", "routed_experts")
 """Parts that [model.ac] may name."""
 

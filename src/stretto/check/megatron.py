@@ -51,10 +51,17 @@ def trainer_python(trainer: TrainerKeys) -> str:
     """The Python that runs the ranks of the trainer."""
     if trainer.interpreter is not None:
         return str(Path(trainer.interpreter).expanduser().absolute())
-    made = Path(sys.prefix) / MADE
-    if trainer.backend == "megatron" and not _has_megatron() and made.is_file():
-        return str(made)
+    if trainer.backend == "megatron":
+        return find_python() or sys.executable
     return sys.executable
+
+
+def find_python() -> str | None:
+    """This Python if it has Megatron-Core, else that of `make megatron`; None if neither is there."""
+    if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
+        return sys.executable
+    made = Path(sys.prefix) / MADE
+    return str(made) if made.is_file() else None
 
 
 def find_megatron(trainer: TrainerKeys) -> MegatronSection | None:
@@ -104,10 +111,6 @@ def check_trainer_python(trainer: TrainerKeys, *, needs_gpu: bool = False) -> st
         )
     if found.get("device"):
         raise ConfigError(
-            f'{where}: Megatron computes on GPUs, and there is none ({found["device"]}); use trainer.backend = "fsdp"'
+            f"{where}: Megatron computes on GPUs, and there is none ({found['device']}); leave trainer.backend out"
         )
     return f"Megatron-Core {core} with torch {found['torch']}, Python {version}, {python}"
-
-
-def _has_megatron() -> bool:
-    return find_spec("megatron") is not None and find_spec("megatron.core") is not None

@@ -139,10 +139,11 @@ CLASHES: tuple[Clash, ...] = (
           "{0}: {1} times {2} must divide the GPUs of the actor; change one of them"),
     Clash("--actor-num-gpus-per-node --pipeline-model-parallel-size --tensor-model-parallel-size "
           "--context-parallel-size",
-          lambda v: v.has("--train-backend") and (shards := v.tensor_model_parallel_size * v.context_parallel_size
+          lambda v: mesh.has_megatron(v) and (shards := v.tensor_model_parallel_size * v.context_parallel_size
           * v.pipeline_model_parallel_size) > 0 and v.actor_num_nodes * v.actor_num_gpus_per_node % shards,
           "{0}: {1} times {2} times {3} must divide the GPUs of the actor; change one of them"),
-    *(_needs(name, "--pipeline-model-parallel-size") for name in STAGES),
+    *(Clash(f"{name} --pipeline-model-parallel-size", lambda v, name=name: v.has(name) and mesh.has_megatron(v)
+            and v.pipeline_model_parallel_size == 1, "{0} needs {1}") for name in STAGES),
     Clash("--rollout-batch-size", lambda v: v.rollout_batch_size is None, "{0} is missing: prompts of a rollout"),
     Clash("--num-rollout --num-epoch", lambda v: v.num_rollout is None and v.num_epoch is None,
           "{0} or {1} is missing: how long to train"),
@@ -302,7 +303,9 @@ def notes(flags: Values) -> Iterator[str]:
             yield f"{typed}: {flag.note[0].lower() if is_word else flag.note[0]}{flag.note[1:-1]}"
     yield from (each.message(flags) for each in NOTES if each.when(flags))
     yield from mesh.notes(flags)
-    if flags.has("--train-backend"):
+    if flags.has(mesh.BACKEND) and (why := mesh.why_not_megatron(flags)) is not None:
+        yield f"{flags.given[mesh.BACKEND]}: stretto's own trainer trains, with the same results: {why}"
+    if mesh.has_megatron(flags):
         yield from _kernels_of_megatron(flags)
     elif flags.pipeline_model_parallel_size > 1:
         yield f"{flags.given['--pipeline-model-parallel-size']}: {NOT_SPLIT[0].lower()}{NOT_SPLIT[1:-1]}"

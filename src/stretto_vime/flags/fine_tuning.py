@@ -53,8 +53,6 @@ def problems(flags: Values) -> Iterator[str]:
         if name != "sft_rollout":
             given = flags.given["--rollout-function-path"]
             yield f"{given}: conversations are read from --prompt-data; leave it out"
-    if flags.has("--train-backend"):
-        yield f"{flags.given['--train-backend']}: fine-tuning is of stretto's own trainer; leave it out"
     samples, size = flags.rollout_batch_size or 1, flags.global_batch_size
     if size and samples % size:
         yield f"{flags.given['--global-batch-size']}: must divide {flags.given['--rollout-batch-size']}"

@@ -6,7 +6,7 @@ import json
 import shlex
 
 import pytest
-from cases.vime import CONFIG, SPLIT, put_files, words_of
+from cases.vime import CONFIG, SPLIT, put_files, put_megatron, words_of
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import dump
@@ -276,6 +276,7 @@ SAME_EITHER_WAY = {"--offload", "--offload-train", "--offload-rollout"}
 @pytest.fixture
 def read(tmp_path, monkeypatch):
     put_files(tmp_path)
+    put_megatron(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     for name in ("other", "weights"):

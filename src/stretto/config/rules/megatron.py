@@ -6,11 +6,11 @@ from stretto.config.root import RLConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, matching
 from stretto.config.sections.trainer import TrainerKeys, TrainerSection
 
-OWN = 'only our own modules have it; leave it out, or use trainer.backend = "fsdp"'
+OWN = "only our own modules have it; leave it out, or leave trainer.backend out"
 BY_MEGATRON = "Megatron has arguments for it; give them in trainer.megatron.overrides"
 REFUSED = {
     "model.impl": "Megatron has modules of its own; leave it out",
-    "model.lora": 'Megatron trains all weights; leave it out, or use trainer.backend = "fsdp"',
+    "model.lora": "Megatron trains all weights; leave it out, or leave trainer.backend out",
     "model.vlm": OWN,
     "model.fp8": OWN,
     "model.compile": OWN,

@@ -7,10 +7,9 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto_vime.flags.flag import Flag, Setting, Values, attribute_of, copies, equal, noted, part, refused, sets
-from stretto_vime.flags.mesh import EXPERTS, axes, splits_tokens
+from stretto_vime.flags.mesh import BACKEND, EXPERTS, axes, has_megatron, splits_tokens
 from stretto_vime.flags.shape import SHAPES, has_tower, read_shape
 
-BACKEND = "--train-backend"
 HOW = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
 OVERRIDES = (
     *HOW, "--moe-token-dispatcher-type", "--moe-enable-deepep", "--attention-softmax-in-fp32", "--deterministic-mode",
@@ -34,8 +33,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "Training backend": (
         part("--train-backend", "text", "megatron", "trainer.backend", "Training backend; vime has Megatron-LM alone.",
              choices=("megatron",),
-             note="Typed, Megatron-Core trains (docs/megatron.md): flags of its parallelism mean what they say, "
-                  "those of recomputation are its arguments. Left out, stretto's own trainer does."),
+             note="Typed, Megatron-Core trains where it is there and does what is asked for (docs/megatron.md); else, "
+                  "or left out, stretto's own trainer does, with the same results."),
         copies("--custom-model-provider-path", "text", None, "trainer.hooks.model", "Function that builds the model.",
                note="It is called as `provider(args, build)` and changes the model that `build()` gives: "
                     "docs/data.md."),
@@ -167,19 +166,19 @@ def settings(flags: Values) -> Iterator[Setting]:
     """
     if has_tower(flags.hf_checkpoint):
         yield Setting("model.vlm", {}, ("--hf-checkpoint",))
-    if flags.has(BACKEND):
+    if has_megatron(flags):
         yield from _of_megatron(flags)
     mesh = axes(flags)
     yield Setting("model.tp", mesh.tp, ("--tensor-model-parallel-size",))
     if mesh.cp > 1:
         yield Setting("model.cp", mesh.cp, ("--context-parallel-size", "--tensor-model-parallel-size"))
-        if not flags.has(BACKEND):
+        if not has_megatron(flags):
             yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
     if splits_tokens(flags, mesh):
         yield Setting("model.sequence_parallel", True, ("--sequence-parallel",))
     if mesh.ep > 1:
         yield Setting("model.ep", mesh.ep, EXPERTS)
-    if flags.moe_enable_deepep and mesh.ep > 1 and not flags.has(BACKEND):
+    if flags.moe_enable_deepep and mesh.ep > 1 and not has_megatron(flags):
         yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
     if flags.fp8_format is not None:
         if (flags.fp8_format, flags.fp8_recipe) != ("e4m3", "blockwise"):
@@ -189,7 +188,7 @@ def settings(flags: Values) -> Iterator[Setting]:
     if flags.moe_router_enable_expert_bias and flags.moe_router_bias_update_rate:
         yield from flags.settings("--moe-router-bias-update-rate")
     values = {name: getattr(flags, name) for name in RECOMPUTED}
-    if flags.has(BACKEND):
+    if has_megatron(flags):
         return
     yield from recomputed(values, flags.pipeline_model_parallel_size, "model.ac", HOW)
 
