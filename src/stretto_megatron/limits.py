@@ -1,9 +1,12 @@
-"""What the backend does not compute, found before a run starts; neither torch nor Megatron-Core is imported."""
+"""What the core finds of the backend: what it does not compute, before a run starts, and what builds its network.
+
+Neither torch nor Megatron-Core is imported before a network is built.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection
@@ -11,6 +14,9 @@ from stretto.config.sections.trainer import MegatronSection
 from stretto.families.shape import ModelConfig
 from stretto.families.table import family_of
 from stretto.models.config import parse_config
+
+if TYPE_CHECKING:
+    from stretto.trainer.network import Network
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "glm4_moe")
 """The families whose layers Megatron-Core has with the same result."""
@@ -37,6 +43,19 @@ def check(family: str, found: Mapping[str, Any], model: ModelSection, megatron: 
         raise ConfigError(
             f"[model.ac] targets has {unknown[0]}, and Megatron computes {', '.join(RECOMPUTED)} again; leave it out"
         )
+
+
+def build_network(module: Any, **how: Any) -> Network:
+    """The NetworkBuilder of the backend, with `section`, how Megatron spreads a model; imports Megatron-Core.
+
+    Raises: ConfigError as `MegatronNetwork`, and for a model of transformers'.
+    """
+    from stretto.models.decoder import Decoder
+    from stretto_megatron.network import MegatronNetwork
+
+    if not isinstance(module, Decoder):
+        raise ConfigError(f"{BACKEND} trains models of our own families; leave model.impl out")
+    return MegatronNetwork(module, **how)
 
 
 def check_shape(cfg: ModelConfig) -> None:

@@ -93,42 +93,10 @@ class MegatronNetwork(Network):
         bare = self._build_chunks(module)
         self.weights = MegatronWeights(bare, module, self.mesh)
         self.weights.load(module)
-        wrapping = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=model.reduce_dtype == "float32", use_distributed_optimizer=True
-        )
-        self._chunks = [DistributedDataParallel(self._config, wrapping, chunk) for chunk in bare]
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=optim.lr,
-                weight_decay=optim.weight_decay,
-                adam_beta1=optim.betas1,
-                adam_beta2=optim.betas2,
-                adam_eps=optim.eps,
-                clip_grad=0.0,
-                params_dtype=self._dtype,
-                bf16=self._dtype is torch.bfloat16,
-                use_distributed_optimizer=True,
-            ),
-            self._chunks,
-            config_overrides={},  # every weight decays, as in our own trainer
-            use_gloo_process_groups=False,
-        )
+        self._chunks = self._wrap(bare, model)
+        self.optimizer = self._build_optimizer(optim)
         self.weights.optimizer, self.weights.chunks = self.optimizer, self._chunks
-        # It has the rates of our own schedule, and is there for a user's functions.
-        self._scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=optim.lr,
-            max_lr=optim.lr,
-            min_lr=0.0,
-            lr_warmup_steps=0,
-            lr_decay_steps=1,
-            lr_decay_style="constant",
-            start_wd=optim.weight_decay,
-            end_wd=optim.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
+        self._scheduler = _build_scheduler(self.optimizer, optim)
         self.weights.zero_grad()
         self._is_finished = False
         self._reference_chunks: list[Any] = []
@@ -141,6 +109,32 @@ class MegatronNetwork(Network):
             _free(reference)
         self.reference = reference
         _free(module)
+
+    def _wrap(self, chunks: list[Any], model: ModelSection) -> list[Any]:
+        """Chunks whose gradients Megatron sums over ranks, when it is asked to."""
+        wrapping = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=model.reduce_dtype == "float32", use_distributed_optimizer=True
+        )
+        return [DistributedDataParallel(self._config, wrapping, chunk) for chunk in chunks]
+
+    def _build_optimizer(self, optim: AdamWOptim) -> Any:
+        return get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.betas1,
+                adam_beta2=optim.betas2,
+                adam_eps=optim.eps,
+                clip_grad=0.0,  # weights.py clips
+                params_dtype=self._dtype,
+                bf16=self._dtype is torch.bfloat16,
+                use_distributed_optimizer=True,
+            ),
+            self._chunks,
+            config_overrides={},  # every weight decays, as in our own trainer
+            use_gloo_process_groups=False,
+        )
 
     def _build_chunks(self, module: Decoder) -> list[Any]:
         chunks = build_chunks(module.config, self._config, self.mesh.device)
@@ -331,11 +325,21 @@ class MegatronNetwork(Network):
                     held.parameter.copy_(value)
 
 
-def build_network(module: Any, **how: Any) -> MegatronNetwork:
-    """The builder of `trainer.backend = "megatron"`."""
-    if not isinstance(module, Decoder):
-        raise ConfigError('trainer.backend = "megatron" trains models of our own families; leave model.impl out')
-    return MegatronNetwork(module, **how)
+def _build_scheduler(optimizer: Any, optim: AdamWOptim) -> OptimizerParamScheduler:
+    """Megatron's scheduler for a user's functions; the network gives it the rates of our own schedule."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=optim.lr,
+        max_lr=optim.lr,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=1,
+        lr_decay_style="constant",
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
 
 
 def check_device() -> None:

@@ -1,6 +1,6 @@
 """What lets Megatron-Core run on a CPU over gloo: stand-ins for the parts of torch.cuda that it calls.
 
-Only tests use this. `stand_in` must be called before anything of Megatron is imported.
+Only tests use this (on_cpu/sitecustomize.py), before anything of Megatron is imported.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def stand_in() -> None:
-    """Let Megatron-Core, which is not imported yet, run on the CPU."""
+def stand_in_for_cuda() -> None:
+    """Let code that asks for the GPU get the CPU."""
     cuda: Any = torch.cuda
     torch.compile = lambda function=None, **_: function or (lambda it: it)  # compiling takes longer than the tests
     for name in ("synchronize", "empty_cache", "set_device", "manual_seed"):
@@ -61,6 +61,9 @@ def stand_in() -> None:
     _OnCpu().__enter__()
     dist.all_gather = _all_gather
 
+
+def stand_in_for_megatron() -> None:
+    """Let Megatron-Core, which this imports, run without a GPU's random numbers, streams and kernels."""
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as dispatcher

@@ -1,4 +1,4 @@
-"""A tiny policy on meshes of Megatron-Core, compared with our own trainer; run by test_network.py.
+"""A tiny policy on meshes of Megatron-Core, compared with our own trainer; run by test_megatron_network.py.
 
 `python megatron_runs.py OUT CASE...`, with the folder on_cpu on the path of Python, imports once, forks the ranks of
 each case, and writes OUT/<case>.json from rank 0: the largest differences of scores, gradients and weights from one
@@ -41,7 +41,7 @@ from stretto.trainer.network import TorchNetwork
 from stretto.trainer.ranks import exchange
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.checkpoint import load
-from stretto_megatron.network import build_network
+from stretto_megatron.limits import build_network
 
 SHAPE = {"num_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEADLINE = timedelta(seconds=150)
@@ -91,7 +91,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def batches(seed: int) -> list[MicroBatch]:
-    """Three micro batches, so that some ranks of dp have fewer; in one, tokens are drawn from some of the vocabulary."""
+    """Three micro batches: some ranks of dp have fewer than others. In one, tokens are drawn from a part of all."""
     docs = documents(seed)
     found = [
         with_streams(pack(part, padding=pad), seed) for part, pad in ((docs[:5], 3), (docs[5:8], 0), (docs[8:], 0))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_network import ON_CPU, find_python, needs_megatron
+from test_megatron_network import ON_CPU, find_python, needs_megatron
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
 
