@@ -53,8 +53,11 @@ def build_network(module: Any, **how: Any) -> Network:
     from stretto.models.decoder import Decoder
     from stretto_megatron.network import MegatronNetwork
 
-    if not isinstance(module, Decoder):
-        raise ConfigError(f"{BACKEND} trains models of our own families; leave model.impl out")
+    for each in (module, how.get("reference")):
+        if each is not None and not isinstance(each, Decoder):
+            raise ConfigError(f"{BACKEND} trains models of our own families; leave model.impl out")
+        if each is not None:
+            check_shape(each.config)
     return MegatronNetwork(module, **how)
 
 

@@ -27,7 +27,6 @@ from stretto.models.attention import packed_attention
 from stretto.models.parts.norm import RMSNorm
 from stretto.models.parts.rope import inverse_frequencies
 from stretto.trainer.parallel.collectives import gather_rows
-from stretto_megatron.limits import RECOMPUTED
 from stretto_megatron.rows import PackedRow
 
 if TYPE_CHECKING:
@@ -131,8 +130,8 @@ def _mesh_settings(section: MegatronSection) -> dict[str, Any]:
     }
 
 
-_RECOMPUTED = dict(zip(RECOMPUTED, ("layernorm", "mlp", "moe")))
-"""Parts of [model.ac] targets, and what Megatron calls them."""
+_RECOMPUTED = {"norm": "layernorm", "mlp": "mlp", "routed_experts": "moe"}
+"""Parts of [model.ac] targets that limits.py allows, and what Megatron calls them."""
 
 
 def _recompute_settings(ac: ActivationCheckpointSection | None) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from stretto.trainer.batch.pass_inputs import IDLE_MICRO_BATCH, PassInputs, buil
 from stretto.trainer.network import Network, PassCounts, ScoreFunction, Scores, TokenMask, Wanted
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo, add_prefix, check_same_model, select_prefix
-from stretto_megatron.limits import check_shape
 from stretto_megatron.model import build_chunks, build_config, seed_megatron, value_head
 from stretto_megatron.rows import Row, build_row
 from stretto_megatron.scores import Head, compute_scores
@@ -78,7 +77,6 @@ class MegatronNetwork(Network):
         assert not router_replay, "refused by the dry run"
         self.mesh = mesh or Mesh.single_rank(module.output_weight.device)
         check_device()
-        check_shape(module.config)
         if not isinstance(optim, AdamWOptim):
             raise ConfigError(f'[optim] type = {optim.type!r}: trainer.backend = "megatron" has "adamw" only')
         self.optim, self.error_prefix, self.lr_key = optim, error_prefix, lr_key
@@ -101,7 +99,6 @@ class MegatronNetwork(Network):
         self._is_finished = False
         self._reference_chunks: list[Any] = []
         if reference is not None:
-            check_shape(reference.config)
             self._reference_chunks = self._build_chunks(reference)
             MegatronWeights(self._reference_chunks, reference, self.mesh).load(reference)
             for chunk in self._reference_chunks:
