@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import stretto
-from stretto import addons
+from stretto import __version__, addons
 from stretto.base.errors import ConfigError
 from stretto.base.process import output_of
 from stretto.config.sections.model import ModelSection
@@ -96,9 +95,9 @@ def check_trainer_python(trainer: TrainerKeys, *, needs_gpu: bool = False) -> st
     except ValueError:
         raise ConfigError(f"{where}: {python} is no Python that runs; give the path of one") from None
     version = ".".join(map(str, found["python"]))
-    if found["stretto"] != stretto.__version__:
+    if found["stretto"] != __version__:
         got = "no stretto" if found["stretto"] is None else f"stretto {found['stretto']}"
-        raise ConfigError(f"{where}: {python} has {got}; install stretto {stretto.__version__} there, as it is here")
+        raise ConfigError(f"{where}: {python} has {got}; install stretto {__version__} there, as it is here")
     if trainer.backend == "fsdp":
         return f"Python {version} with torch {found['torch']}, {python}"
     core = found["megatron-core"]
