@@ -23,7 +23,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from stretto.base.errors import ConfigError
-from stretto.check.degrees import Degrees
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim, MegatronSection, Optim
 from stretto.models import hub
@@ -80,7 +79,7 @@ class MegatronNetwork(Network):
         if not isinstance(optim, AdamWOptim):
             raise ConfigError(f'[optim] type = {optim.type!r}: trainer.backend = "megatron" has "adamw" only')
         self.optim, self.error_prefix, self.lr_key = optim, error_prefix, lr_key
-        open_parallel_state(self.mesh.degrees, section)
+        open_parallel_state(self.mesh, section)
         seed_megatron(torch.initial_seed() % 2**31)
         self._dtype = hub.dtype_of(model.dtype, self.mesh.device)
         self._config = build_config(module.config, self._dtype, section, model.ac)
@@ -349,8 +348,9 @@ def check_device() -> None:
         ) from cause
 
 
-def open_parallel_state(degrees: Degrees, section: MegatronSection) -> None:
+def open_parallel_state(mesh: Mesh, section: MegatronSection) -> None:
     """Megatron's process groups for a mesh, once for all networks of this process."""
+    degrees = mesh.degrees
     stages = section.virtual_stages if section.virtual_stages > 1 else None
     sizes = degrees.tp, degrees.pp, stages, degrees.cp, degrees.ep, section.etp
     if parallel_state.is_initialized():

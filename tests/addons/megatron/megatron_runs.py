@@ -45,7 +45,13 @@ from stretto_megatron.limits import build_network
 
 SHAPE = {"num_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEADLINE = timedelta(seconds=150)
-CPU = torch.device("cpu")
+
+
+def device() -> torch.device:
+    """That of this rank: a GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["RANK"]))
 
 
 def degrees_of(case: str) -> Degrees:
@@ -68,13 +74,13 @@ def learner_of(case: str, mesh: Mesh | None, seed: int = 0, **more: Any) -> Lear
         ac = ActivationCheckpointSection()
     dtype = torch.bfloat16 if "bf16" in words else torch.float32
     return Learner(
-        build(seed).to(dtype),
+        build(seed).to(device(), dtype),
         model=ModelSection(dtype=str(dtype).removeprefix("torch."), ac=ac),
         optim=AdamWOptim(lr=1e-2, eps=1e-3, max_norm=0.5),
         scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
         loss=DefaultLoss(entropy_coef=0.01, reference_kl={"coef": 0.1}),
-        reference=build(7).requires_grad_(False).to(dtype),
+        reference=build(7).requires_grad_(False).to(device(), dtype),
         mesh=mesh,
         build=TorchNetwork if mesh is None else partial(build_network, section=section),
         **more,
@@ -108,7 +114,7 @@ def largest(found: dict[str, Any], wanted: dict[str, torch.Tensor]) -> float:
     worst = 0.0
     for name, part in found.items():
         if part.tensor.numel():
-            whole = wanted[name]
+            whole = wanted[name].to(part.tensor.device)
             difference = (part.tensor.float() - whole[part.region]).abs().max() / whole.abs().max().clamp(min=1e-6)
             worst = max(worst, float(difference))
     return worst
@@ -126,13 +132,13 @@ def step(learner: Learner, seed: int) -> dict[str, float]:
 
 def run_case(case: str, out: Path) -> dict[str, float]:
     degrees = degrees_of(case)
-    mesh = Mesh(degrees, CPU, is_sharded=False)
+    mesh = Mesh(degrees, device(), is_sharded=False)
     own, theirs = learner_of(case, None), learner_of(case, mesh)
     found: dict[str, float] = {}
     network = theirs.network
     found["loaded"] = largest(network.weights.all_slices(), weights_of(own))
-    exported = {name: tensor.clone() for name, tensor in theirs.export_tensors()}
-    wanted = dict(hub.export_tensors(own.policy))
+    exported = {name: tensor.cpu() for name, tensor in theirs.export_tensors()}
+    wanted = {name: tensor.cpu() for name, tensor in hub.export_tensors(own.policy)}
     all_exported = {name: tensor for each in gather(exported) for name, tensor in each.items()}
     found["exported"] = float(all_exported.keys() == wanted.keys())
     found["exported"] *= all(torch.equal(all_exported[name], tensor) for name, tensor in wanted.items())
@@ -187,6 +193,7 @@ def critic_of(case: str, mesh: Mesh | None, seed: int = 0) -> Critic:
     """A critic whose head is not 0; mesh: as in `learner_of`."""
     module = with_value_head(build_policy(seed, family=case.split("-")[0], tie_word_embeddings=False, **SHAPE))
     module.lm_head.weight.data = torch.linspace(-0.5, 0.5, module.config.hidden_size)[None]
+    module.to(device())
     return Critic(
         module,
         section=CriticSection(value_clip=0.2),
@@ -198,7 +205,7 @@ def critic_of(case: str, mesh: Mesh | None, seed: int = 0) -> Critic:
 
 
 def run_critic(case: str) -> dict[str, float]:
-    mesh = Mesh(degrees_of(case), CPU, is_sharded=False)
+    mesh = Mesh(degrees_of(case), device(), is_sharded=False)
     own, theirs = critic_of(case, None), critic_of(case, mesh)
     mbs = [replace(pack(part), values=None) for part in (documents(4)[:5], documents(4)[5:])]
     found = {}
@@ -228,7 +235,11 @@ def gather(value: Any) -> list[Any]:
 def run_rank(case: str, rank: int, size: int, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     store = dist.FileStore(str(out / f"{case}.store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=DEADLINE)
+    backend = "gloo"
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=DEADLINE)
     found = run_critic(case) if "critic" in case.split("-") else run_case(case, out)
     if rank == 0:
         (out / f"{case}.json").write_text(json.dumps(found))
