@@ -24,7 +24,7 @@ NUM_STEPS = 4
 SETTINGS: dict[str, Any] = {
     "max_steps": NUM_STEPS,
     "seq_len": 256,
-    "ckpt": {"interval": 1},
+    "ckpt": {"interval": 1, "weights": {"interval": NUM_STEPS}},
     "orchestrator": {
         "batch_size": 16,
         "group_size": 4,
