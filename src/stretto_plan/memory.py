@@ -399,7 +399,7 @@ def engine_memory(setup: Setup, engine: EngineSetup) -> Memory:
 def engine_weight_bytes(setup: Setup, engine: EngineSetup) -> float:
     """Weights of one device: experts are spread over `experts_over`, the rest over tp."""
     size = setup.size
-    inside = sum(layer.total - layer.experts for layer in size.layers)
+    inside = size.total - size.outside - size.experts
     small = BYTES[engine.dtype] * (1.03 if engine.dtype == "float8" else 1.0)
     wide = BYTES["bfloat16" if engine.dtype == "float8" else engine.dtype]
     return (

@@ -7,6 +7,8 @@ and costs.py turn them into bytes and seconds. The counts of weights are those o
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -87,22 +89,27 @@ class NetworkSize:
 
     def attention_ops(self, queries: float, keys: float) -> float:
         """Operations of attention (scores and weighted values) in all layers; a query sees `keys` keys on average."""
-        cfg, ops = self.shape, 0.0
+        return queries * sum(ops * min(keys, most) for most, ops in self._ops_per_key.items())
+
+    @cached_property
+    def _ops_per_key(self) -> dict[float, float]:
+        """Operations of one query for one key it sees, over the layers in which it sees at most so many keys."""
+        cfg, found = self.shape, defaultdict[float, float](float)
         for layer in cfg.attending_layers:
-            window = cfg.attention(layer).window
-            seen = keys if window is None else min(keys, window)
+            window: float = cfg.attention(layer).window or math.inf
             if cfg.latent is None:
-                ops += 4.0 * cfg.attention(layer).num_heads * cfg.head_dim * seen
+                found[window] += 4.0 * cfg.attention(layer).num_heads * cfg.head_dim
                 continue
             latent, indexer = cfg.latent, cfg.latent.indexer
             if indexer is None:
                 widths = latent.plain_dim + latent.rotated_dim + latent.value_dim
-                ops += 2.0 * cfg.num_heads * widths * seen
+                found[window] += 2.0 * cfg.num_heads * widths
                 continue
-            ops += 2.0 * cfg.num_heads * (2 * latent.rank + latent.rotated_dim) * min(seen, indexer.top_k)
+            chosen = min(window, indexer.top_k)
+            found[chosen] += 2.0 * cfg.num_heads * (2 * latent.rank + latent.rotated_dim)
             if indexer.sources[layer] == layer:
-                ops += 2.0 * indexer.num_heads * indexer.head_dim * seen
-        return ops * queries
+                found[window] += 2.0 * indexer.num_heads * indexer.head_dim
+        return dict(found)
 
     def cache_values(self, *, is_expanded: bool) -> float:
         """Values that an engine caches per token, in layers without a window.
@@ -110,6 +117,13 @@ class NetworkSize:
         is_expanded: latent attention caches keys and values of all heads (the embedded engine), not the small vectors
         (vLLM).
         """
+        return self._cache_values[is_expanded]
+
+    @cached_property
+    def _cache_values(self) -> dict[bool, float]:
+        return {is_expanded: self._count_cache_values(is_expanded) for is_expanded in (False, True)}
+
+    def _count_cache_values(self, is_expanded: bool) -> float:
         cfg, values = self.shape, 0.0
         for layer in cfg.attending_layers:
             if cfg.latent is None:

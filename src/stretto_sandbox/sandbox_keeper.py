@@ -53,7 +53,8 @@ REFUSED_CALLS = {  # by machine: its number in audit.h, and the numbers of the c
 }
 """socket; io_uring_setup, _enter, _register (they open sockets too); add_key, request_key, keyctl; ptrace,
 process_vm_readv, process_vm_writev, pidfd_getfd; bpf, perf_event_open, userfaultfd."""
-ENTERED = b"entered"  # the report of `enter` if nothing went wrong
+ENTERED, GUARDED = b"entered", b"guarded"
+"""The report of `enter` if nothing went wrong; GUARDED if it cannot reach those that wait for it."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -98,7 +99,11 @@ def keep(request: dict) -> dict:
     code = process.returncode
     with open(report_read, "rb") as file:
         report = file.read()  # all possible writers are dead
-    trouble = report.removeprefix(ENTERED) or (b"" if report else bytes(output[1][-500:]) or b"no reason given")
+    trouble = report.removeprefix(ENTERED).removeprefix(GUARDED)
+    if not report:
+        trouble = bytes(output[1][-500:]) or b"no reason given"
+    elif report == GUARDED and code is not None and code < 0:
+        trouble = b"signal %d has ended a process between it and the program" % -code
     return {
         "exit_code": None if killed_for else code if code >= 0 else 128 - code,
         "killed_for": killed_for,
@@ -302,7 +307,7 @@ def enter(request: dict) -> None:
     if not is_bubblewrapped:
         landlock(readable=request["readable"], writable=[os.getcwd(), *request["writable"]])
     refuse_calls()
-    os.write(request["report_fd"], ENTERED)
+    os.write(request["report_fd"], GUARDED if is_alone else ENTERED)
     os.execve(request["program"][0], request["program"], request["env"])
 
 
@@ -321,7 +326,7 @@ def _enter_namespaces(report_fd: int) -> bool:
     if not unshare():
         return False
     if first := os.fork():
-        _end_with(first, report_fd)
+        _end_with(first, report_fd, is_guard=True)
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # Process 1 of a namespace ignores the signals that limits send, so the program must be its child.
     if program := os.fork():
@@ -329,13 +334,18 @@ def _enter_namespaces(report_fd: int) -> bool:
     return True
 
 
-def _end_with(child: int, report_fd: int) -> NoReturn:
-    """Wait for the child, reaping orphans, and exit with its exit code as a shell gives it."""
+def _end_with(child: int, report_fd: int, *, is_guard: bool = False) -> NoReturn:
+    """Wait for the child, reaping orphans, and exit with its exit code as a shell gives it.
+
+    is_guard: the child waits for the program; if a signal has ended it, which the program cannot do, end by one, too.
+    """
     os.close(report_fd)  # only the child may write reports
     while True:
         pid, status = os.wait()
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
+            if is_guard and code < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
             os._exit(code if code >= 0 else 128 - code)
 
 

@@ -406,6 +406,8 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
         return
     addons.check("stretto.engines", "vllm", f"{name}: vLLM")
     model.check()
+    if section.speculation is not None and section.speculation.method == "mtp":
+        model.check_prediction_layers()
     if is_cpu or section.device == "cpu":
         model.check_on_cpu()
 

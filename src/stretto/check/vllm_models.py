@@ -6,12 +6,14 @@ CPUs were not tried on GPUs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from stretto.base.errors import ConfigError
+from stretto.config.sections.model import Family
 from stretto.data.model_file import ModelFile
 from stretto.families.table import family_of, traits_of
 from stretto.families.traits import Traits
@@ -90,6 +92,18 @@ class ServedModel:
             )
         if self.has_vision:
             self._check_vision()
+
+    def check_prediction_layers(self) -> None:
+        """Check that the model has layers for further tokens, with which `mtp` drafts.
+
+        Raises: ConfigError for a model of stretto's families whose config.json has none; others are vLLM's to judge.
+        """
+        counts = [n for key, n in self.config.items() if re.fullmatch(r"num_nextn_.*|(num_)?mtp_.*", key)]
+        if self.family in get_args(Family) and not any(counts):
+            raise ConfigError(
+                f'inference.speculation.method = "mtp": {self.directory / "config.json"} has no layers for further '
+                'tokens (num_nextn_predict_layers); use method = "suffix", which needs none'
+            )
 
     def _check_vision(self) -> None:
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}

@@ -47,7 +47,7 @@ from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo, add_prefix, check_same_model, select_prefix
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Bool, Float, Shaped
 
 TokenMask = Callable[[MicroBatch], "Bool[np.ndarray, ' tokens']"]
 
@@ -229,7 +229,7 @@ class Network(ABC):
         return None
 
     @abstractmethod
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Shaped[Tensor, " ..."]]:
         """Tensors of this rank whose memory an engine on the same GPU may use while it generates."""
 
     def scaled(self) -> AbstractContextManager[None]:
@@ -442,7 +442,7 @@ class TorchNetwork(Network):
 
     # -- for others --
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Shaped[Tensor, " ..."]]:
         for module in (self._module, self.reference):
             if module is not None:
                 yield from (local_tensor(each.detach()) for each in (*module.parameters(), *module.buffers()))

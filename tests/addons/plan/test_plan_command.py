@@ -120,6 +120,7 @@ def test_a_plan_says_where_steering_settles(capsys) -> None:
     steered = ["--orchestrator.max-async-level", "1", "--orchestrator.steering.max-level", "4"]
     # The speed of an H100 is known; the one of a CPU is measured, so that a busy machine has another plan.
     slow = ["--gpu", "H100", "--turn-wait-s", "60:0.5", "--turns", "2", "--simulated-steps", "20"]
+    steered += ["--orchestrator.batch-size", "64"]
     found = planned(capsys, *slow, *steered)
     speeds = {int(level): speed for level, speed in found["steering"].items()}
     assert list(speeds) == [1, 2, 3, 4]

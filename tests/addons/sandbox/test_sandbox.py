@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from stretto.base.errors import ConfigError, EnvError
+from stretto.records.outcomes import Reason
 from stretto_sandbox import sandbox_keeper
 from stretto_sandbox.sandbox import KEEPER, Sandbox, SandboxLimits, bubblewrap_trouble, choose_backend, subprocess_gaps
 from stretto_sandbox.sandbox_keeper import process_group
@@ -244,6 +245,38 @@ async def test_a_cancelled_run_leaves_nothing(backend):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+def guards() -> list[int]:
+    """Processes of `enter` that wait for a program: outside of its namespace, and the first one in it."""
+    found = psutil.process_iter(["cmdline"])
+    return [p.pid for p in found if {str(KEEPER), "enter"} <= set(p.info["cmdline"] or ())]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+async def test_a_program_whose_guard_is_killed_is_lost_and_has_not_failed(which):
+    task = asyncio.create_task(run("subprocess", "import time\nprint(1, flush=True)\ntime.sleep(60)"))
+    deadline = time.monotonic() + 60
+    while len(found := guards()) < 2 or not any("main.py" in (p.cmdline() or ()) for p in _below(found[-1])):
+        if task.done() or time.monotonic() > deadline:
+            pytest.skip("no namespaces here, so no guards")
+        await asyncio.sleep(0.02)
+    os.kill(sorted(found)[which], 9)
+    with pytest.raises(EnvError, match="signal 9") as caught:
+        await task
+    assert caught.value.reason == Reason.SANDBOX_LOST
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+async def test_a_program_that_a_signal_ends_has_failed(backend):
+    result = await run(backend, "import os\nos.kill(os.getpid(), 9)")
+    assert not result.is_ok and result.killed_for is None
 
 
 CALLER = """

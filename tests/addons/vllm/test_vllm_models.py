@@ -53,6 +53,15 @@ def test_a_tied_head_is_refused_where_vllm_does_not_tie_it(tmp_path, is_cpu):
     check_served(section, save(tmp_path, model_type="glm4", tie_word_embeddings=True), is_cpu=is_cpu)
 
 
+def test_drafts_by_layers_that_the_model_lacks_are_refused(tmp_path):
+    section = InferenceSection(engine="vllm", speculation={"method": "mtp"})
+    for lacks in ({"model_type": "qwen3"}, {"model_type": "glm4_moe", "num_nextn_predict_layers": 0}):
+        with pytest.raises(ConfigError, match=r"speculation\.method.*num_nextn_predict_layers.*suffix"):
+            check_served(section, save(tmp_path, **lacks), is_cpu=False)
+    for model_type, key in (("glm4_moe", "num_nextn_predict_layers"), ("qwen3_5_text", "mtp_num_hidden_layers")):
+        check_served(section, save(tmp_path, model_type=model_type, **{key: 1}), is_cpu=False)
+
+
 def test_auto_means_vllm_for_families_that_the_embedded_engine_lacks(tmp_path):
     name = save(tmp_path, model_type="olmo2")
     check_served(InferenceSection(), name, is_cpu=True)

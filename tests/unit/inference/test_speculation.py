@@ -84,6 +84,21 @@ def test_drafts_give_the_bits_of_plain_decoding():
     same_as_plain(drafting, plain, mixture(60, 1), at_once=30)
 
 
+def test_drafts_are_cut_to_the_memory_for_logits(monkeypatch):
+    """Where not all drafts have room, the first ones are written, and tokens stay those of plain decoding."""
+    vocab = build_core().model.config.vocab_size
+    monkeypatch.setattr("stretto.inference.embedded.speculation._MAX_LOGIT_BYTES", 4 * vocab * 40)
+    drafting, plain = both()
+    seen, propose = list[int](), drafting.speculator.propose
+    monkeypatch.setattr(
+        drafting.speculator,
+        "propose",
+        lambda running: seen.append(0 if (n := propose(running)) is None else int(n.sum()) + len(running)) or n,
+    )
+    same_as_plain(drafting, plain, mixture(60, 4), at_once=20)
+    assert max(seen) == 40
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_in_every_family(family):

@@ -49,7 +49,7 @@ _DECAY = 0.97  # per pass, of what is measured
 _PASSES_PER_LENGTHS = 4  # passes until lengths are chosen again
 _PRIOR = 1 - 0.5 ** np.arange(1, NUM_CLASSES + 1)  # the more tokens were equal, the likelier is the next
 _PRIOR_WEIGHT = 2.0
-_MAX_LOGIT_BYTES = 1 << 28
+_MAX_LOGIT_BYTES = 1 << 28  # of a pass with drafts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +247,9 @@ class Speculator:
         self._num_found += 1
         room = slots.end[guesses.slots] - slots.num_tokens[guesses.slots] - 1
         count = self.index.write(guesses, np.minimum(self._lengths[guesses.classes], room))
-        total = int(count.sum())
-        if not total or total + len(running) > self._max_rows:
+        # No more rows than there is memory for; the first sequences draft then.
+        count = np.diff(np.minimum(np.cumsum(count), max(self._max_rows - len(running), 0)), prepend=0)
+        if not count.any():
             return None
         self._classes[guesses.slots] = guesses.classes
         self._num_drafts[:] = 0
