@@ -198,7 +198,9 @@ class MegatronNetwork(Network):
             with_samples=wanted.samples,
         )
         degrees = self.mesh.degrees
-        row_of = partial(build_row, cp=degrees.cp, cp_rank=self.mesh.cp_rank, tp=degrees.tp)
+        # Products of 8 bits take multiples of 16 tokens.
+        share = degrees.tp * (16 if self._config.fp8 else 1)
+        row_of = partial(build_row, cp=degrees.cp, cp_rank=self.mesh.cp_rank, tp=share)
         masks = (None if token_mask is None else token_mask(mb) for mb in micro_batches)
         built = [(index, build(mb, is_scored=mask)) for index, (mb, mask) in enumerate(zip(micro_batches, masks))]
         found: list[tuple[int | None, PassInputs]] = [(i, inputs) for i, inputs in built if inputs is not None]

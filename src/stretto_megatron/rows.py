@@ -54,7 +54,10 @@ class Row:
 
 
 def build_row(inputs: PassInputs, *, cp: int, cp_rank: int, tp: int, least: int = 0) -> Row:
-    """The row of a pass, whose inputs share no tokens between documents; least: tokens that it has with padding."""
+    """The row of a pass, whose inputs share no tokens between documents.
+
+    tp: what a rank's number of tokens is a multiple of. least: the fewest tokens of the row, with padding.
+    """
     assert not inputs.layout.has_parents and inputs.images is None
     device = inputs.token_ids.device
     sources, bounds, positions = _pad(
