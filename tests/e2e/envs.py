@@ -184,6 +184,16 @@ class VowelTurns(MultiTurnEnv):
         return 0.0
 
 
+class Patient(VowelTurns):
+    """The same with twelve turns, and a tool that takes its time before each of them."""
+
+    name = "patient"
+
+    async def respond(self, episode: Episode, reply: Reply) -> list[dict[str, str]] | None:
+        await asyncio.sleep(2.0)
+        return [{"role": "user", "content": "again"}] if episode.num_turns < 12 else None
+
+
 class Team:
     """A word said by the policy itself, and two parts side by side, one of them of several turns; each for itself."""
 

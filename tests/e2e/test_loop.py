@@ -489,6 +489,12 @@ def test_a_stalled_run_says_where_it_stands_and_stops(sorter: Path, tmp_path: Pa
     assert gauges["running"] == 8 and gauges["version"] == 0 and gauges["next_step"] == 1
 
 
+@pytest.mark.slow
+def test_episodes_that_take_longer_than_a_stall_are_no_stall(sorter: Path, tmp_path: Path) -> None:
+    patient = {"orchestrator": {"stall_timeout_s": 10.0}, "max_steps": 1, "seq_len": 1024}
+    assert rl(tmp_path, without_skill(sorter, {"id": "envs:Patient"}, patient)).summary()["steps"] == 1
+
+
 # -- the other example --
 
 

@@ -108,7 +108,7 @@ async def test_an_engine_process_from_start_to_stop(model_dir, tmp_path):
                 for completion in await running:
                     assert len(completion.token_ids) == 400
                     assert [span.version for span in completion.versions] == [0, 1]
-                assert [load[3] for load in (await engine_loads(client)).values()] == [1.0]
+                assert [load[3] for load in (await engine_loads(client))[0].values()] == [1.0]
 
                 after = await client.generate(ask("after"))
                 for completion in after:

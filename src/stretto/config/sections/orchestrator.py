@@ -435,7 +435,7 @@ class OrchestratorKeys(Section):
     num_train_workers: int = Field(1, gt=0)
     """Data-parallel trainer ranks to pack for."""
     stall_timeout_s: float = Field(600.0, gt=0)
-    """A run without progress for longer dumps stacks and queue depths, then stops."""
+    """A run without progress for longer (no token, version or step) dumps stacks and queue depths, then stops."""
 
     @property
     def all_filters(self) -> list[Filter]:

@@ -237,12 +237,20 @@ class Loop:
                 self._limit.update(load, self.buffer.num_running * group_size, time.monotonic())
 
     async def record_engines(self) -> None:
-        """Write what each engine does into the ledger from time to time, less often if there are many."""
-        engines = self.parts.engines
+        """Write what each engine does into the ledger from time to time, less often if there are many.
+
+        What they sample for rollouts is progress: an episode of many turns, and a long reply, may take longer than
+        `stall_timeout_s` until its group is finished.
+        """
+        engines, before = self.parts.engines, (0, 0.0)
         while True:
             try:
-                if loads := await engine_loads(engines):
+                loads, num_tokens = await engine_loads(engines)
+                if loads:
                     self.parts.ledger.event("engines", loads)
+                if self.buffer.num_running and (engines.num_replies, num_tokens) != before:
+                    self.parts.watch.progress("tokens sampled")
+                before = engines.num_replies, num_tokens
             except EngineError as error:  # one that is really down fails its next request
                 logger.debug("no loads of engines: %s", error)
             await asyncio.sleep(max(ENGINE_LOADS_INTERVAL_S, ENGINE_LOADS_INTERVAL_S * engines.num_ready / 10))

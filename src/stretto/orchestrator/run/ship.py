@@ -240,14 +240,17 @@ async def engine_metrics(engines: EngineClient) -> dict[str, float]:
         return {}
 
 
-async def engine_loads(engines: EngineClient) -> dict[str, list[float | None]]:
+async def engine_loads(engines: EngineClient) -> tuple[dict[str, list[float | None]], float]:
     """By address of an engine: requests that it computes, requests that wait, use of its cache, version; None: unknown.
+
+    The second value is the tokens that all have sampled since they began; it stays 0 where they do not tell.
 
     Raises: EngineError if one does not answer.
     """
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "weight_version")
     found = await engines.metrics_by_engine()
-    return {url.partition("://")[2]: [own.get(f"vllm:{name}") for name in names] for url, own in found.items()}
+    loads = {url.partition("://")[2]: [own.get(f"vllm:{name}") for name in names] for url, own in found.items()}
+    return loads, sum(own.get("vllm:generation_tokens_total", 0.0) for own in found.values())
 
 
 def speculation_metrics(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:

@@ -98,6 +98,8 @@ class EngineClient:
             is_routed=self._is_routed,
         )
         self._routed = RoutedFleet(self.urls if self._is_routed else (), self.fleet, api_key)
+        self.num_replies = 0
+        """Requests that were answered."""
         self._handover = Handover(self.fleet, self._routed, self._admin, liveness_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
@@ -120,6 +122,7 @@ class EngineClient:
         mark = self._handover.mark()
         url, data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
         completions = decode_completions(request, data)
+        self.num_replies += 1
         if not self._handover.covers(url, mark) or not any(each.finish_reason == ABORTED for each in completions):
             return completions
         samples = [request] if request.n == 1 else map(request.sample, range(request.n))
