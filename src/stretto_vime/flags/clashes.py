@@ -142,8 +142,8 @@ CLASHES: tuple[Clash, ...] = (
           lambda v: mesh.has_megatron(v) and (shards := v.tensor_model_parallel_size * v.context_parallel_size
           * v.pipeline_model_parallel_size) > 0 and v.actor_num_nodes * v.actor_num_gpus_per_node % shards,
           "{0}: {1} times {2} times {3} must divide the GPUs of the actor; change one of them"),
-    *(Clash(f"{name} --pipeline-model-parallel-size", lambda v, name=name: v.has(name) and mesh.has_megatron(v)
-            and v.pipeline_model_parallel_size == 1, "{0} needs {1}") for name in STAGES),
+    *(_given(name, "--pipeline-model-parallel-size", lambda v: mesh.has_megatron(v)
+             and v.pipeline_model_parallel_size == 1, "{0} needs {1}") for name in STAGES),
     Clash("--rollout-batch-size", lambda v: v.rollout_batch_size is None, "{0} is missing: prompts of a rollout"),
     Clash("--num-rollout --num-epoch", lambda v: v.num_rollout is None and v.num_epoch is None,
           "{0} or {1} is missing: how long to train"),

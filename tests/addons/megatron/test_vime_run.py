@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
+
 from runs import untrained_model
 
 from stretto.base.paths import RunDir
