@@ -1,11 +1,12 @@
 """What vLLM loses of an adapter: merged into weights of bfloat16, and computed beside them.
 
-    python benchmarks/adapter_engine.py MODEL_DIRECTORY [--norm 1e-3] [--prompts 8]
+    python benchmarks/adapter_engine.py MODEL_DIRECTORY [--norm 1e-3] [--prompts 8] [--side computed]
 
 Each side is a vLLM in bfloat16 on this machine's CPU, which gets a random adapter of the given norm, relative to that
 of each weight, as a weight update through /dev/shm. `effect`: mean change of a log-probability by the adapter in
 float32. `error`: mean distance of the engine's change from that one. `kl`: mean squared distance / 2, the mismatch KL
-to second order. `seconds`: the second update. The last line is one JSON object.
+to second order. `seconds`: the second update. `first`: the first request after it, of one token, less the next one.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from stretto.config.sections.model import LoRASection
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import load_model
 from stretto.models.lora import Adapter, attach_adapters
+from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.weight_manifest import AdapterInfo
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.shm import ShmPublisher
@@ -80,11 +82,20 @@ async def measure(model: Path, prompts: list[np.ndarray], adapter: Adapter, *fla
                     started = time.perf_counter()
                     await client.update_weights(msgspec.structs.replace(manifest, adapter=info))
                     seconds = time.perf_counter() - started
-                return {"base": base, "adapted": await read("adapted"), "seconds": seconds}
+                first, second = [await seconds_of(client, prompts[0][:8], f"after-{number}") for number in (1, 2)]
+                adapted = await read("adapted")
+                return {"base": base, "adapted": adapted, "seconds": seconds, "first": first - second}
         finally:
             publisher.close()
             child.terminate()
             child.wait(60)
+
+
+async def seconds_of(client: EngineClient, ids: np.ndarray, name: str) -> float:
+    sampling = SamplingParams(max_tokens=1, seed=1, ignore_eos=True)
+    started = time.perf_counter()
+    await client.generate(GenerateRequest(request_id=name, prompt_ids=ids, sampling=sampling, cache_salt=name))
+    return time.perf_counter() - started
 
 
 async def read_scores(client: EngineClient, prompts: list[np.ndarray], label: str) -> np.ndarray:
@@ -100,6 +111,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--norm", type=float, default=1e-3)
     parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--side", choices=["merged", "computed"], help="only this one")
     args = parser.parse_args()
     torch.set_num_threads(1)
     draw = np.random.default_rng(0)
@@ -109,8 +121,10 @@ def main() -> None:
     adapter = adapt(policy, args.norm)
     effect = np.concatenate([scores(policy, ids) for ids in prompts]) - base
     result = {"effect": float(np.abs(effect).mean()), "norm": args.norm}
-    computed = ("--lora.compute-policy", "true", "--lora.max-loras", "1", "--lora.max-lora-rank", "16")
+    computed = ("--policy-lora.rank", str(LORA.rank), "--policy-lora.alpha", str(LORA.alpha))
     for side, flags in (("merged", ()), ("computed", computed)):
+        if args.side not in (None, side):
+            continue
         found = asyncio.run(measure(args.model, prompts, adapter, *flags))
         change = found["adapted"] - found["base"]
         result[side] = {
@@ -119,6 +133,7 @@ def main() -> None:
             "kl_of_base": float(((found["base"] - base) ** 2).mean() / 2),
             "correlation": float(np.corrcoef(change, effect)[0, 1]),
             "seconds": found["seconds"],
+            "first": found["first"],
         }
     print(json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""What keeps the gain when rollouts are eight steps old: losses and rates on one task, against level 1 as the control.
+"""What keeps the gain when rollouts are older: losses, rates, rarer updates, against level 1 as the control.
 
     python benchmarks/lag.py [--quick] [--seeds 21 22 23] [--steps 50] [--only ARM ...] [--rows FILE]
 
@@ -27,6 +27,7 @@ RATE = 1e-3
 SECOND_MOMENT = "--trainer.loss.type custom --trainer.loss.import-path lag:second_moment"
 ARMS = {
     "level 1, default": "--trainer.loss.type default",
+    "level 1, default, every second version": "--trainer.loss.type default --weight-broadcast.interval 2",
     "level 1, default, 1.5 times the rate": f"--trainer.loss.type default --trainer.optim.lr {1.5 * RATE}",
     "level 8, default": f"{LEVEL_8} --trainer.loss.type default",
     "level 8, default, half the rate": f"{LEVEL_8} --trainer.loss.type default --trainer.optim.lr {RATE / 2}",

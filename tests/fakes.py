@@ -23,6 +23,7 @@ from stretto.records.control import (
     Register,
     StepDone,
     Stop,
+    VersionLoaded,
     VersionReady,
 )
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan, member_seed
@@ -120,6 +121,7 @@ class FakeEngine:
         self._ends: dict[str, asyncio.Event] = {}  # by open request; when set, the request returns what it has
 
     num_ready = 1
+    num_replies = 0
     generation = 0
 
     async def watch(self) -> None:
@@ -260,14 +262,17 @@ class FakeTrainer:
         checkpoint_every: int | None = None,
         die_after: int | None = None,
         time_s: float = 0.0,
+        update_interval: int = 1,
     ) -> None:
         self.max_steps, self.start, self.world_size, self.time_s = max_steps, start, world_size, time_s
+        self.update_interval, self.published = update_interval, start
         self.step_delay, self.checkpoint_every, self.die_after = step_delay, checkpoint_every, die_after
         self.step = start
         self.batches: list[list[TrainBatch]] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._inbox: asyncio.Queue[list[TrainBatch] | Stop] = asyncio.Queue()
         self._completed: asyncio.Queue[int] = asyncio.Queue()
+        self._has_loaded = asyncio.Event()
         self._training: asyncio.Task | None = None
 
     # -- called by the orchestrator --
@@ -288,6 +293,8 @@ class FakeTrainer:
             self._inbox.put_nowait(message)
         elif isinstance(message, CheckpointComplete):
             self._completed.put_nowait(message.step)
+        elif isinstance(message, VersionLoaded) and message.version == self.step:
+            self._has_loaded.set()
         await asyncio.sleep(0)
 
     # -- the trainer's side --
@@ -307,14 +314,23 @@ class FakeTrainer:
             self.batches.append(order)
             metrics = {"loss/mean": 0.5, "mismatch_kl/mean": 1e-7}
             self._emit(StepDone(step=self.step, metrics=metrics, time_s=self.time_s))
-            self._emit(VersionReady(manifest=manifest(self.step)))
+            if self.step % self.update_interval == 0 or self.step == self.max_steps:
+                self._publish()
             if self.die_after == self.step:
                 self._events.put_nowait(Event(0, Failed(reason="killed")))
                 return
             if self.checkpoint_every and self.step % self.checkpoint_every == 0:
                 await self._save()
+        if self.published != self.step:
+            self._has_loaded.clear()
+            self._publish()
+            await self._has_loaded.wait()
         for rank in range(self.world_size):
             self._events.put_nowait(Event(rank, Bye()))
+
+    def _publish(self) -> None:
+        self.published = self.step
+        self._emit(VersionReady(manifest=manifest(self.step)))
 
     async def _save(self) -> None:
         self._emit(CheckpointBegun(step=self.step))

@@ -1,23 +1,24 @@
 """Weights by broadcast: every trainer rank sends the tensors it owns to all engines at once, without shared files.
 
-The trainer's first rank runs a TCP store. Publishing copies the tensors into buckets (whole tensors, up to
-bucket_bytes) and returns; a thread sends them when engines request them, while the next step is trained. Engines
-receive as a WeightGroup, which the orchestrator makes: the processes that receive together, and their ranks. For each
-trainer rank t that has something to send:
+The trainer's first rank runs a TCP store. Publishing copies the tensors, on CPUs into a file in memory, on GPUs into
+buckets, and returns. Engines receive as a WeightGroup, which the orchestrator makes: the processes that receive
+together, and their ranks. A receiver on a sender's machine maps its file, as shm.py does. To the others, which are
+far, a thread sends buckets (whole tensors, up to bucket_bytes) when they request them, while the next step is trained.
+For each trainer rank t that has something to send:
 
-    all receivers   board: join/<request>/<rank> = names of the process groups that they hold, by sender
-    first receiver  board: request/<t>/<n> = {version, request, world_size, held}
-    sender t        board: answer/<t>/<request> = {group}, the process group to enter, or {error}
-    all             broadcasts from the sender (rank 0) to the receivers (1 ...): one per bucket, then one of the
-                    buckets' checksums (on CPUs)
+    all receivers  board: join/<request>/<rank> = the process groups that they hold, by sender, and who is near
+    first far one  board: request/<t>/<n> = {version, request, world_size, held}
+    sender t       board: answer/<t>/<request> = {group}, the process group to enter, or {error}
+    all far ones   broadcasts from the sender (rank 0) to the receivers (1 ...): one per bucket
 
 A process group is named after the request for which it was made. It is used again if the sender and all receivers hold
 it, with the same ranks; otherwise all make a new one. A process gives it up during an update, so that a group in which
 one process failed is never used again. A restarted process holds none, so that no process waits in a group with a dead
 one. Engines recognise a restarted trainer by its key, and drop the groups and the connection of the dead one.
 
-Receivers take one bucket of each sender in turn and start to receive the next ones early, so that several senders work
-at the same time. gloo on CPUs, NCCL on GPUs. Receivers wait for each other at the board before they enter a group. If
+On CPUs (gloo) a far receiver has memory for a whole version, and verifies it before it hands out the first tensor. On
+GPUs (NCCL) it takes one bucket of each sender in turn, starts to receive the next ones early, and has no checksums.
+Receivers wait for each other at the board before they enter a group. If
 one process dies in an update, it fails for all within timeout_s, and the orchestrator tries again without that process.
 
 The store listens at `host` only. It accepts any connection, so messages at the board are signed (board.py). The process
@@ -29,24 +30,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch.distributed import DistNetworkError, PrefixStore, TCPStore
+from torch.distributed import DistNetworkError
 
-from stretto.base.errors import WireError
+from stretto.base.errors import EngineError, WireError
 from stretto.config.sections.transport import CollectiveWeights
 from stretto.records.weight_manifest import TensorEntry, WeightGroup, WeightManifest
-from stretto.transports.weights.checksum import check_kind, checksum_of_bytes
+from stretto.transports.weights.checksum import Checksum, check_kind
 from stretto.transports.weights.layout import (
+    HEAD_BYTES,
     ONE_RANK,
     Bucket,
     NamedTensor,
@@ -55,13 +57,18 @@ from stretto.transports.weights.layout import (
     Receiver,
     buckets_of,
     build_manifest,
+    combine_checksums,
     dtype_name,
     group_into_buckets,
     padded,
+    shard_head,
+    tensor_over,
     tensors_of,
 )
-from stretto.transports.weights.store import connect_store, create_store, new_gloo_group, use_interface_to
+from stretto.transports.weights.shm import ShmFile, ShmReceiver
+from stretto.transports.weights.store import connect_store, create_store
 from stretto_broadcast.board import Board
+from stretto_broadcast.groups import Held, HeldGroup, broadcast, enter_group
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +78,7 @@ RETRY_S = 0.2
 FORGED_PAUSE_S = 0.1
 """Pause after a message with a wrong signature, which limits the work that an outsider can cause."""
 NUM_AHEAD = 4
-"""Buckets that a receiver receives while it loads one, from as many senders if there are that many."""
+"""Buckets that a receiver on a GPU receives while it loads one, from as many senders if there are that many."""
 
 
 class SendRequest(msgspec.Struct, frozen=True):
@@ -90,6 +97,34 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
 
 
+class Joined(msgspec.Struct, frozen=True):
+    """What a receiver tells the others before an update."""
+
+    held: dict[int, Held]  # by sender
+    near: tuple[int, ...]  # senders whose files it maps
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Where a sender on a CPU has its tensors: a file in memory, which processes of its machine can open."""
+
+    pid: int
+    fd: int
+    name: str  # of the file; no other has it
+    checksum: int
+
+    @property
+    def directory(self) -> Path:
+        return Path(f"/proc/{self.pid}/fd")
+
+    @property
+    def is_near(self) -> bool:
+        """Whether this process can open the file: it is on the same machine and in a PID namespace that shows it."""
+        try:
+            return os.readlink(self.directory / str(self.fd)) == f"/memfd:{self.name} (deleted)"
+        except OSError:
+            return False
+
+
 class Location(msgspec.Struct, frozen=True):
     """`location` of a manifest: where the store is, and how tensors are grouped into buckets."""
 
@@ -98,6 +133,7 @@ class Location(msgspec.Struct, frozen=True):
     bucket_bytes: int
     timeout_s: float
     key: str
+    parts: tuple[Part, ...] = ()  # by sender; none on GPUs
 
 
 # -- the trainer's end --
@@ -116,8 +152,9 @@ class CollectivePublisher:
         if self._rank == 0:
             self._board.mark_own()
         self._location = Location(host, store.port, bucket_bytes, timeout_s, key)
-        self._buckets: dict[int, list[torch.Tensor]] = {}  # by version
-        self._free_buckets: list[list[torch.Tensor]] = []  # of a released version, to be reused
+        self._buckets: dict[int, list[torch.Tensor]] = {}  # by version; on CPUs they are parts of its file
+        self._files: list[ShmFile] = []  # on CPUs
+        self._free_buckets: list[list[torch.Tensor]] = []  # on GPUs: of a released version, to be reused
         self._lock = threading.Lock()
         self._group: HeldGroup | None = None
         self._is_closed = threading.Event()
@@ -125,8 +162,49 @@ class CollectivePublisher:
         self._thread.start()
 
     def publish(self, version: int, tensors: Iterable[NamedTensor]) -> WeightManifest:
-        """Copy a version into buckets; the tensors may be changed afterwards."""
-        free = self._pop_free_buckets()
+        """Copy a version; the tensors may be changed afterwards.
+
+        Raises: EngineError if there is no memory for a copy.
+        """
+        rest = iter(tensors)
+        first = next(rest, None)
+        named = rest if first is None else itertools.chain([first], rest)
+        is_on_cpu = first is None or first[1].device.type == "cpu"
+        shards, part = self._write(version, named) if is_on_cpu else (self._fill_buckets(version, named), None)
+        gathered = self._ranks.gather((shards, part), tuple[RankShards, Part | None])
+        parts = tuple(part for _, part in gathered if part is not None)
+        return build_manifest(
+            [shards for shards, _ in gathered],
+            version=version,
+            transport="collective",
+            location=msgspec.json.encode(msgspec.structs.replace(self._location, parts=parts)).decode(),
+            needs_group=True,
+        )
+
+    def _write(self, version: int, tensors: Iterable[NamedTensor]) -> tuple[RankShards, Part]:
+        """Copy tensors of a CPU into a file in memory, which buckets are parts of."""
+        file = next((file for file in self._files if file.version is None), None)
+        if file is None:
+            name = f"stretto-{secrets.token_hex(16)}"
+            file = ShmFile(os.memfd_create(name, os.MFD_CLOEXEC), Path(name))
+            self._files.append(file)
+        try:
+            checksum, entries = file.write(version, tensors)
+        except OSError as cause:
+            raise EngineError(f"no memory for a copy of version {version}: {cause.strerror}.") from cause
+        buckets = buckets_of(entries, 0, self._bucket_bytes)
+        starts = [bucket.entries[0].offset for bucket in buckets]
+        with self._lock:
+            self._buckets[version] = [
+                file.part(start, start + bucket.num_bytes) for start, bucket in zip(starts, buckets)
+            ]
+        part = Part(os.getpid(), file.fd, file.path.name, checksum)
+        return RankShards((f"rank {self._rank}",), (checksum,), tuple(entries)), part
+
+    def _fill_buckets(self, version: int, tensors: Iterable[NamedTensor]) -> RankShards:
+        """Copy tensors of a GPU into buckets there."""
+        with self._lock:
+            free = self._free_buckets.pop() if self._free_buckets else []
         entries: list[TensorEntry] = []
         buffers: list[torch.Tensor] = []
         end = 0
@@ -140,21 +218,17 @@ class CollectivePublisher:
             _fill(buffers[-1], bucket)
         with self._lock:
             self._buckets[version] = buffers
-        part = RankShards((f"rank {self._rank}",), (), tuple(entries))
-        return build_manifest(
-            self._ranks.gather(part, RankShards),
-            version=version,
-            transport="collective",
-            location=msgspec.json.encode(self._location).decode(),
-            needs_group=True,
-        )
+        return RankShards((f"rank {self._rank}",), (), tuple(entries))
 
     def release(self, version: int) -> None:
         """Drop this version and older ones; engines request only newer ones."""
         with self._lock:
-            for old in [each for each in self._buckets if each <= version]:
-                self._free_buckets.append(self._buckets.pop(old))
-            del self._free_buckets[:-1]
+            released = [self._buckets.pop(old) for old in list(self._buckets) if old <= version]
+            for file in self._files:
+                if file.version is not None and file.version <= version:
+                    file.version = None
+            if not self._files:
+                self._free_buckets = (self._free_buckets + released)[-1:]
 
     def close(self) -> None:
         self._is_closed.set()
@@ -166,11 +240,9 @@ class CollectivePublisher:
         self._thread.join(timeout=5.0)
         self._group = None
         self._buckets.clear()
-
-    def _pop_free_buckets(self) -> list[torch.Tensor]:
-        """The buckets of a released version, to be reused."""
-        with self._lock:
-            return self._free_buckets.pop() if self._free_buckets else []
+        files, self._files = self._files, []
+        for file in files:
+            os.close(file.fd)
 
     def _serve(self) -> None:
         """Answer requests for versions, until this publisher is closed."""
@@ -214,13 +286,11 @@ class CollectivePublisher:
         self._answer(request, Answer(group=name))
         device = buffers[0].device if buffers else torch.device("cpu")
         store, size = self._board.store, request.world_size + 1
-        held = _enter_group(held, name, store, self._rank, 0, size, device, self._timeout_s)
+        held = enter_group(held, name, store, self._rank, 0, size, device, self._timeout_s)
         group = held.process_group
         started = time.perf_counter()
         for buffer in buffers:
-            _broadcast(group, buffer).wait()
-        if device.type == "cpu":
-            _broadcast(group, _checksums(buffers)).wait()
+            broadcast(group, buffer).wait()
         self._group = held
         logger.debug(
             "sent version=%d bytes=%d to %d in %.3fs",
@@ -253,94 +323,53 @@ def _fill(buffer: torch.Tensor, tensors: Iterable[NamedTensor]) -> None:
         start += padded(flat.nbytes)
 
 
-def _checksums(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([checksum_of_bytes(buffer.numpy().data) for buffer in buffers], dtype=torch.int64)
-
-
 # -- an engine's end --
 
 
-class CollectiveReceiver(Receiver):
-    """Tensors in order of arrival; iterate over it once.
+class _GroupReceiver(Receiver):
+    """What receivers on CPUs and on GPUs share: how they meet each other and the senders."""
 
-    They are views of a bucket, which lives as long as one of them. Iteration raises WireError if a sender refuses,
-    dies, or sends damaged bytes.
-    """
-
-    def __init__(
-        self, manifest: WeightManifest, group: WeightGroup, worker: int = 0, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, manifest: WeightManifest, group: WeightGroup, worker: int, device: torch.device) -> None:
         check_kind(manifest)
         self.manifest = manifest
-        self._group, self._device = group, device or torch.device("cpu")
+        self._group, self._device = group, device
         self._rank = group.rank + worker
         self._location = msgspec.json.decode(manifest.location.encode(), type=Location)
+        self._senders = sorted({entry.shard for entry in manifest.tensors})
+        self._near: tuple[int, ...] = ()
 
-    def __iter__(self) -> Iterator[NamedTensor]:
-        with _connected(self._location) as trainer:
-            board, held = trainer.board, trainer.groups
-            trainer.groups = {}
-            all_held = self._wait_for_receivers(board, held)
-            senders = sorted({entry.shard for entry in self.manifest.tensors})
-            if self._rank == 0:
-                for sender in senders:
-                    self._request(board, sender, all_held.get(sender))
-            streams = {sender: self._stream(sender, board, held.get(sender)) for sender in senders}
-            ahead: deque[tuple[_Stream, Bucket, torch.Tensor, Any]] = deque()
-            for stream, bucket in _round_robin(streams):
-                # The next buckets are received while one is loaded.
-                with self._sender_errors(stream.sender):
-                    ahead.append((stream, bucket, *stream.start_receive(bucket)))
-                if len(ahead) > NUM_AHEAD:
-                    yield from self._finish_receive(*ahead.popleft())
-            while ahead:
-                yield from self._finish_receive(*ahead.popleft())
-            trainer.groups = held | {sender: stream.group for sender, stream in streams.items()}
-
-    def _wait_for_receivers(self, board: Board, held: Mapping[int, HeldGroup]) -> dict[int, str]:
-        """Wait until all receivers are ready; returns the process groups that all of them hold, by sender."""
-        ranks = self._rank + 1, self._group.world_size + 1
-        names = {sender: group.name for sender, group in held.items() if (group.rank, group.size) == ranks}
-        what = f"weights of version {self.manifest.version}: receiver"
+    def _join(self, board: Board, held: Mapping[int, HeldGroup]) -> list[Joined]:
+        """Wait until all receivers are ready; returns what each of them says."""
+        names = {sender: Held(group.name, group.rank, group.size) for sender, group in held.items()}
         messages = board.exchange(
             f"join/{self._group.request}",
             self._rank,
             self._group.world_size,
-            msgspec.json.encode(names).decode(),
-            what,
+            msgspec.json.encode(Joined(names, self._near)).decode(),
+            f"weights of version {self.manifest.version}: receiver",
             self._location.timeout_s,
         )
-        others = [msgspec.json.decode(message, type=dict[int, str]) for message in messages]
-        return {sender: name for sender, name in names.items() if all(o.get(sender) == name for o in others)}
+        return [msgspec.json.decode(message, type=Joined) for message in messages]
 
-    def _request(self, board: Board, sender: int, held: str | None) -> None:
-        group = self._group
-        request = SendRequest(self.manifest.version, group.request, group.world_size, held)
-        board.send_request(sender, msgspec.json.encode(request).decode())
-
-    def _stream(self, sender: int, board: Board, held: HeldGroup | None) -> _Stream:
-        """Wait for a sender's answer and enter a process group with it."""
-        timeout_s, world_size = self._location.timeout_s, self._group.world_size
+    def _enter(self, sender: int, board: Board, joined: Sequence[Joined], held: HeldGroup | None) -> HeldGroup:
+        """Enter a process group with a sender and the receivers that are far from it."""
+        far = [rank for rank, each in enumerate(joined) if sender not in each.near]
+        rank, size = far.index(self._rank) + 1, len(far) + 1
+        if rank == 1:
+            places = [joined[each].held.get(sender) for each in far]
+            first = places[0]
+            is_held = first is not None and places == [Held(first.name, i, size) for i in range(1, size)]
+            name = first.name if first is not None and is_held else None
+            request = SendRequest(self.manifest.version, self._group.request, len(far), name)
+            board.send_request(sender, msgspec.json.encode(request).decode())
         with self._sender_errors(sender) as what:
             name = f"answer/{sender}/{self._group.request}"
-            answer = msgspec.json.decode(board.wait(name, timeout_s, what), type=Answer)
-            board.mark_read(name, world_size, [name])
+            answer = msgspec.json.decode(board.wait(name, self._location.timeout_s, what), type=Answer)
+            board.mark_read(name, len(far), [name])
             if answer.group is None:
                 raise WireError(f"{what}: {answer.error}.")
-            rank, size = self._rank + 1, world_size + 1
-            group = _enter_group(held, answer.group, board.store, sender, rank, size, self._device, timeout_s)
-        buckets = buckets_of(self.manifest.tensors, sender, self._location.bucket_bytes)
-        return _Stream(sender, group, self._device, buckets)
-
-    def _finish_receive(
-        self, stream: _Stream, bucket: Bucket, buffer: torch.Tensor, work: Any
-    ) -> Iterator[NamedTensor]:
-        """Wait for a bucket and yield its tensors."""
-        with self._sender_errors(stream.sender) as what:
-            work.wait()
-            if not stream.verify(buffer):
-                raise WireError(f"{what}: checksums differ; they were damaged on the way.")
-        yield from tensors_of(bucket, buffer)
+            timeout_s = self._location.timeout_s
+            return enter_group(held, answer.group, board.store, sender, rank, size, self._device, timeout_s)
 
     @contextlib.contextmanager
     def _sender_errors(self, sender: int) -> Iterator[str]:
@@ -354,35 +383,136 @@ class CollectiveReceiver(Receiver):
             raise WireError(f"{what}: {str(error).splitlines()[0]}") from error
 
 
-class _Stream:
-    """The buckets of one sender, in order, and their checksums (on CPUs)."""
+class HostReceiver(_GroupReceiver):
+    """Receives on a CPU: all tensors are here and verified when it has been made.
 
-    def __init__(self, sender: int, group: HeldGroup, device: torch.device, buckets: list[Bucket]) -> None:
-        self.sender, self.group, self.buckets = sender, group, buckets
-        self._device = device
-        self._checksums: list[int] = []
+    Raises: WireError if a sender refuses, dies, or sends damaged bytes.
+    """
 
-    def start_receive(self, bucket: Bucket) -> tuple[torch.Tensor, Any]:
-        """Start to receive the next bucket; returns its buffer, and the work to wait for."""
-        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
-        return buffer, _broadcast(self.group.process_group, buffer)
+    def __init__(self, manifest: WeightManifest, group: WeightGroup, worker: int, device: torch.device) -> None:
+        super().__init__(manifest, group, worker, device)
+        parts = self._location.parts
+        if self._senders and len(parts) < len(manifest.shards):
+            raise WireError(
+                f"weights of version {manifest.version} are sent from GPUs, or by a trainer of another version of "
+                "stretto; this engine is on a CPU."
+            )
+        self._near = tuple(sender for sender in self._senders if parts[sender].is_near)
+        self._maps: dict[int, ShmReceiver] = {}
+        self._received: dict[int, torch.Tensor] = {}
+        try:
+            with _connected(self._location) as trainer:
+                self._trainer, held, trainer.groups = trainer, trainer.groups, {}
+                joined = self._join(trainer.board, held)
+                far = [sender for sender in self._senders if sender not in self._near]
+                entered = {s: self._enter(s, trainer.board, joined, held.get(s)) for s in far}
+                works = {sender: self._start_receive(sender, entered[sender]) for sender in far}
+                for sender in self._near:
+                    self._maps[sender] = self._map(sender)
+                for sender in far:
+                    self._finish_receive(sender, works[sender])
+                trainer.groups = held | entered
+        except BaseException:
+            self.close()
+            raise
 
-    def verify(self, buffer: torch.Tensor) -> bool:
-        """Add a bucket; after the last one, whether the checksums of all are those of the sender."""
-        if self._device.type != "cpu":
-            return True
-        self._checksums.append(checksum_of_bytes(buffer.numpy().data))
-        if len(self._checksums) < len(self.buckets):
-            return True
-        sent = torch.zeros(len(self.buckets), dtype=torch.int64)
-        _broadcast(self.group.process_group, sent).wait()
-        return sent.tolist() == self._checksums
+    def __iter__(self) -> Iterator[NamedTensor]:
+        tensors = {sender: iter(mapped) for sender, mapped in self._maps.items()}
+        buffers = {sender: buffer.numpy().data for sender, buffer in self._received.items()}
+        for entry in self.manifest.tensors:
+            if entry.shard in tensors:
+                yield next(tensors[entry.shard])
+            else:
+                yield entry.name, tensor_over(buffers[entry.shard], entry, entry.offset - HEAD_BYTES)
+
+    def check_unchanged(self) -> None:
+        for mapped in self._maps.values():
+            mapped.check_unchanged()
+
+    def close(self) -> None:
+        """Keep the memory for the next update: new memory costs more than a copy."""
+        for mapped in self._maps.values():
+            mapped.close()
+        if self._received:
+            self._trainer.memory.update(self._received)
+        self._maps, self._received = {}, {}
+
+    def _map(self, sender: int) -> ShmReceiver:
+        """The tensors of a sender on this machine."""
+        part = self._location.parts[sender]
+        entries = (entry for entry in self.manifest.tensors if entry.shard == sender)
+        return ShmReceiver(
+            WeightManifest(
+                version=self.manifest.version,
+                transport="shm",
+                location=str(part.directory),
+                shards=(str(part.fd),),
+                tensors=tuple(msgspec.structs.replace(entry, shard=0) for entry in entries),
+                checksum=combine_checksums([part.checksum]),
+                checksum_kind=self.manifest.checksum_kind,
+            )
+        )
+
+    def _start_receive(self, sender: int, group: HeldGroup) -> list[tuple[torch.Tensor, Any]]:
+        """Start to receive all buckets of a sender; returns their bytes, and the works to wait for."""
+        buckets = buckets_of(self.manifest.tensors, sender, self._location.bucket_bytes)
+        size = sum(bucket.num_bytes for bucket in buckets)
+        memory = self._trainer.memory.pop(sender, None)
+        if memory is None or memory.numel() != size:
+            memory = torch.empty(size, dtype=torch.uint8)
+        self._received[sender] = memory
+        parts = memory.split([bucket.num_bytes for bucket in buckets])
+        with self._sender_errors(sender):
+            return [(part, broadcast(group.process_group, part)) for part in parts]
+
+    def _finish_receive(self, sender: int, works: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        """Wait for the buckets of a sender and verify them; each one while the next ones arrive."""
+        checksum = Checksum()
+        checksum.add(shard_head(self.manifest.version))
+        with self._sender_errors(sender) as what:
+            for part, work in works:
+                work.wait()
+                checksum.add(part.numpy().data)
+            if checksum.value != self._location.parts[sender].checksum:
+                raise WireError(f"{what}: checksums differ; they were damaged on the way.")
 
 
-def _round_robin(streams: Mapping[int, _Stream]) -> Iterator[tuple[_Stream, Bucket]]:
+class DeviceReceiver(_GroupReceiver):
+    """Receives on a GPU: tensors in order of arrival, without a second copy of the model; iterate over it once.
+
+    They are views of a bucket, which lives as long as one of them. Iteration raises WireError if a sender refuses or
+    dies.
+    """
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        with _connected(self._location) as trainer:
+            held, trainer.groups = trainer.groups, {}
+            joined = self._join(trainer.board, held)
+            entered = {s: self._enter(s, trainer.board, joined, held.get(s)) for s in self._senders}
+            ahead: deque[tuple[int, Bucket, torch.Tensor, Any]] = deque()
+            for sender, bucket in _round_robin(self.manifest, self._senders, self._location.bucket_bytes):
+                # The next buckets are received while one is loaded.
+                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+                with self._sender_errors(sender):
+                    ahead.append((sender, bucket, buffer, broadcast(entered[sender].process_group, buffer)))
+                if len(ahead) > NUM_AHEAD:
+                    yield from self._finish_receive(*ahead.popleft())
+            while ahead:
+                yield from self._finish_receive(*ahead.popleft())
+            trainer.groups = held | entered
+
+    def _finish_receive(self, sender: int, bucket: Bucket, buffer: torch.Tensor, work: Any) -> Iterator[NamedTensor]:
+        """Wait for a bucket and yield its tensors."""
+        with self._sender_errors(sender):
+            work.wait()
+        yield from tensors_of(bucket, buffer)
+
+
+def _round_robin(manifest: WeightManifest, senders: Iterable[int], bucket_bytes: int) -> Iterator[tuple[int, Bucket]]:
     """One bucket of each sender, then the next of each: the same order on all receivers."""
-    for row in itertools.zip_longest(*(stream.buckets for stream in streams.values())):
-        yield from (pair for pair in zip(streams.values(), row) if pair[1] is not None)
+    buckets = {sender: buckets_of(manifest.tensors, sender, bucket_bytes) for sender in senders}
+    for row in itertools.zip_longest(*buckets.values()):
+        yield from ((sender, bucket) for sender, bucket in zip(buckets, row) if bucket is not None)
 
 
 def min_over_receivers(manifest: WeightManifest, group: WeightGroup, worker: int, topic: str, value: int) -> int:
@@ -400,62 +530,17 @@ def min_over_receivers(manifest: WeightManifest, group: WeightGroup, worker: int
     return min(map(int, values))
 
 
-# -- what both ends share --
-
-
-@dataclass(frozen=True)
-class HeldGroup:
-    """A process group that this process holds after an update, until the next one begins."""
-
-    name: str
-    rank: int
-    size: int
-    process_group: object
-
-
-def _enter_group(
-    held: HeldGroup | None,
-    name: str,
-    store: TCPStore,
-    sender: int,
-    rank: int,
-    size: int,
-    device: torch.device,
-    timeout_s: float,
-) -> HeldGroup:
-    """The held process group if it has this name, else a new one."""
-    if held is not None and held.name == name:
-        return held
-    return HeldGroup(name, rank, size, _new_group(store, f"group/{sender}/{name}", rank, size, device, timeout_s))
-
-
-def _new_group(store: TCPStore, prefix: str, rank: int, size: int, device: torch.device, timeout_s: float) -> object:
-    """A process group that torch does not register, so that an engine's own is not affected."""
-    if device.type != "cuda":
-        return new_gloo_group(store, prefix, rank, size, timeout_s)
-    from torch.distributed import ProcessGroupNCCL
-
-    use_interface_to(store.host)
-    torch.cuda.set_device(device)
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    return ProcessGroupNCCL(PrefixStore(prefix, store), rank, size, options)
-
-
-def _broadcast(group: object, tensor: torch.Tensor) -> Any:
-    options = torch._C._distributed_c10d.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    return group.broadcast([tensor], options)  # type: ignore[attr-defined]
+# -- an engine's connection --
 
 
 class Connection:
-    """This process's connection to a publisher, and the process groups that it holds, by sender."""
+    """This process's connection to a publisher, and the process groups and memory that it holds, by sender."""
 
     def __init__(self, location: Location) -> None:
         store = connect_store(location.host, location.port, location.timeout_s, TITLE)
         self.key, self.board = location.key, Board(store, location.key)
         self.groups: dict[int, HeldGroup] = {}
+        self.memory: dict[int, torch.Tensor] = {}  # by sender: for the next version that comes from far
         if not self.board.is_own():
             raise WireError(
                 f"{TITLE}: the trainer at {location.host}:{location.port} is not the one that published this version; "
@@ -504,7 +589,9 @@ def build_publisher(cfg: CollectiveWeights, ranks: Ranks) -> CollectivePublisher
 
 def build_receiver(
     manifest: WeightManifest, group: WeightGroup | None, worker: int, device: torch.device | None, receive: object
-) -> CollectiveReceiver:
+) -> Receiver:
     """The receiver of a version; `receive` is for transports within others."""
     assert group is not None
-    return CollectiveReceiver(manifest, group, worker, device)
+    device = device or torch.device("cpu")
+    kind = HostReceiver if device.type == "cpu" else DeviceReceiver
+    return kind(manifest, group, worker, device)

@@ -23,6 +23,8 @@ from stretto_plan.workload import Numbers, Workload
 
 LEAST_GAIN = 0.02
 """Smaller gains are not worth a line."""
+SLOW_UPDATE = 0.05
+"""Share of a step that publishing and loading a version takes, from which on fewer versions may help."""
 MOST_ROLLOUTS, FEWEST_STEPS = 5000, 6
 """The size of a simulation of a proposal."""
 
@@ -162,6 +164,9 @@ def _candidates(setup: Setup, now: Times) -> Iterator[Words]:
     for other in (1, 2, 4, 8, 16):
         if level < other <= max(cfg.orchestrator.max_off_policy_steps, 1) and now.trainer_idle > 0.05:
             yield _words(orchestrator__max_async_level=other)
+    is_slow = now.publish_s + now.load_s > SLOW_UPDATE * now.step_s
+    if is_slow and cfg.weight_broadcast.interval == 1 and 1 <= level < cfg.orchestrator.max_off_policy_steps:
+        yield _words(weight_broadcast__interval=2, orchestrator__max_async_level=level + 1)
     if cfg.orchestrator.batch_order == "dispatch" and level and now.trainer_idle > 0.1:
         yield _words(orchestrator__batch_order="finished")
     yield from _splits(setup)

@@ -23,13 +23,15 @@ from stretto.config.masks import is_secret
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 from stretto.records.rollout import Group
-from stretto.vime import RolloutFnTrainOutput
+from stretto.vime import RecordedBatch
 
 REPLAYED = "replayed"
 FUNCTION = "stretto_review.recorded:batch_of_step"
 SUFFIX = ".bundle"
 PORTS = frozenset({"port", "router_port", "backend_port"})
 READ_BYTES = 1 << 20
+ANY_AGE = 1_000_000
+"""Steps that no rollout is older than: none is dropped for its age once more."""
 UNPACKED = "bundle.sha256"
 """File of an unpacked bundle: which bundle it was."""
 LEFT_OUT = {
@@ -37,7 +39,7 @@ LEFT_OUT = {
     "orchestrator": (
         "client", "eval", "batch_order", "oversampling_factor", "max_inflight_rollouts", "max_oversampling",
         "concurrency", "partial_rollout", "mask_offpolicy_in_partial_rollout", "tasks_per_minute",
-        "max_off_policy_steps", "steering",
+        "token_batch_size", "steering",
     ),
 }  # fmt: skip
 """Keys that say who plays rollouts and when, which nobody does where recorded ones are trained on."""
@@ -51,15 +53,15 @@ PRUNED = (
 )
 
 
-async def batch_of_step(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+async def batch_of_step(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RecordedBatch:
     """The groups that step `rollout_id + 1` of the run `args.replayed` was trained on, as they were recorded.
 
     After the last recorded step it waits, until the run is stopped. Raises: DataError if tokens are no longer kept.
     """
-    groups: list[Any] = await asyncio.to_thread(_groups_of, Run(args.replayed).dir, rollout_id + 1)
+    groups = await asyncio.to_thread(_groups_of, Run(args.replayed).dir, rollout_id + 1)
     if not groups:
         await asyncio.Event().wait()
-    return RolloutFnTrainOutput(samples=groups)
+    return RecordedBatch(samples=groups)
 
 
 def _groups_of(run: RunDir, step: int) -> list[Group]:
@@ -93,26 +95,19 @@ def _drop(names: frozenset[str], data: Any) -> None:
 
 
 def as_training(config: dict[str, Any], run: Path) -> dict[str, Any]:
-    """The data of a run's config for training alone, on the batches that the run has recorded.
-
-    Raises: ConfigError if its batches are not of one size.
-    """
+    """The data of a run's config for training alone, on the batches that the run has recorded."""
     data = {key: value for key, value in config.items() if key not in LEFT_OUT[""]}
     section = {key: value for key, value in data["orchestrator"].items() if key not in LEFT_OUT["orchestrator"]}
-    sizes = {env.get("group_size") or section.get("group_size") for env in section["env"]}
-    if section.get("token_batch_size") is not None or sizes != {section.get("group_size")}:
-        raise ConfigError(
-            f"{run}: its batches have no fixed number of groups (orchestrator.token_batch_size, or an environment's "
-            "group_size), and cannot be trained again one by one"
-        )
     hooks = section.get("hooks") or {}
     function = {
         "rollout_function": FUNCTION,
         "eval_function": None,
         "args": hooks.get("args", {}) | {REPLAYED: str(run)},
     }
-    envs = [{key: value for key, value in env.items() if key != "sampling"} for env in section["env"]]
+    played = ("sampling", "group_size")  # recorded groups have them
+    envs = [{key: value for key, value in env.items() if key not in played} for env in section["env"]]
     section |= {"env": envs, "hooks": hooks | function, "debug": "training", "filter_zero_advantages": False}
+    section |= {"max_off_policy_steps": ANY_AGE}
     return data | {"orchestrator": section, "inference": None, "deterministic": False}
 
 

@@ -49,6 +49,16 @@ def adaptable_weights(directory: Path) -> TensorMap:
     )
 
 
+def names_in_files(table: TensorMap) -> dict[str, str]:
+    """The names in the files for matrices that have another there, by PEFT's names; vLLM knows those of the files."""
+    found: dict[str, str] = {}
+    for theirs, shape in table.their_shapes.items():
+        slices = table.slices_of(theirs)
+        if len(slices) == 1 and slices[0].ours != theirs and tuple(table.shapes[slices[0].ours]) == tuple(shape):
+            found[slices[0].ours] = theirs
+    return found
+
+
 class BaseWeights:
     """A model directory, and the modules of the running model that may differ from it."""
 

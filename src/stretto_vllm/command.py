@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
+from stretto.check.vllm_adapters import DRAFTS, num_experts
 from stretto.check.vllm_models import CPU_BLOCK_SIZE, ServedModel
 from stretto.config.flags.table import option_of
 from stretto.config.flags.vllm import VLLM
@@ -30,8 +31,6 @@ COMPUTES_POLICY = "policy.compute_policy_adapter"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels."""
 BACKEND_OPTION = "all2all_backend"
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-"""Keys of config.json that hold the number of experts."""
 WAITING_VAR = "STRETTO_MAX_WAITING"
 """Requests that may wait in one server process; see guard.py."""
 OPEN_BYTES_VAR = "STRETTO_MAX_OPEN_BYTES"
@@ -126,14 +125,14 @@ def _spreads_experts(section: InferenceSection, directory: Path) -> bool:
 
 def has_experts(directory: Path) -> bool:
     """Whether the model in a directory is a mixture of experts."""
-    config = read_model_file(directory)
-    return any((config | (config.get("text_config") or {})).get(key) for key in EXPERT_COUNTS)
+    return num_experts(read_model_file(directory)) > 0
 
 
 def _adapter_options(section: InferenceSection, *, is_cpu: bool) -> dict[str, object]:
     """vLLM's options for [inference.lora].
 
-    patches/adapters.py explains why there is one slot more than adapters, and why the output head has none.
+    There is one slot more than named adapters: for the adapter of the run, if vLLM computes it; else for the reason in
+    patches/adapters.py, which also says why the output head has none.
     """
     if (lora := section.lora) is None:
         return {}
@@ -147,13 +146,15 @@ def _adapter_options(section: InferenceSection, *, is_cpu: bool) -> dict[str, ob
             "inference.lora.target_modules: the output head, lm_head, cannot have an adapter: with one, vLLM fails "
             "when log-probabilities of prompts are requested; remove it"
         )
-    num_slots = lora.max_loras + 1 + lora.compute_policy
+    num_slots = lora.max_loras + 1
     return {
         "enable_lora": True,
         "max_loras": num_slots,
         "max_cpu_loras": num_slots,
         "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= lora.max_lora_rank),
         "lora_target_modules": list(lora.target_modules),
+        # Adapters of experts are stacked in PEFT's files, and some families have a layer for one tensor per expert.
+        "enable_mixed_moe_lora_format": True if "experts" in lora.target_modules else None,
     }
 
 
@@ -162,8 +163,7 @@ def _drafts(section: InferenceSection) -> dict[str, object] | None:
     if section.speculation is None:
         return None
     given = section.speculation.given
-    defaults = {"ngram": 4, "eagle": 3, "eagle3": 3}
-    if (number := defaults.get(section.speculation.method)) is not None:
+    if (number := DRAFTS.get(section.speculation.method)) is not None:
         given = {"num_speculative_tokens": number} | given
     return given
 
@@ -239,7 +239,9 @@ def _patches(section: InferenceSection, *, is_cpu: bool) -> Iterator[str]:
         yield "leases.keep_leases_in_pauses"
     if section.lora is not None and "experts" not in section.lora.target_modules:
         yield "adapters.disable_expert_adapters"
-    if section.lora is not None and section.lora.compute_policy:
+    if section.lora is not None:
+        yield "adapters.refuse_layers_without_adapters"
+    if section.lora is not None and section.lora.compute_policy is True:
         yield COMPUTES_POLICY
     if section.enable_return_sampling_mask:
         yield "supports.return_supports_on_cpus" if is_cpu else "supports.return_supports_on_gpus"

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from stretto.base import keeper
 from stretto.base.errors import ConfigError, EngineError
 from stretto.check.devices import check_drafts_of_vllm
+from stretto.check.vllm_adapters import with_policy_adapter
 from stretto.check.vllm_models import ServedModel
 from stretto.config.flags.table import option_of
 from stretto.config.sections.engines import STORE_VARIABLE
@@ -106,6 +107,10 @@ def main(cfg: InferenceConfig, directory: Path) -> int:
     check_drafts(cfg)
     descendants = keeper.Descendants()  # vLLM's processes do not all end with this one
     is_cpu = cfg.device == "cpu" or not torch.cuda.is_available()
+    cfg, reason = with_policy_adapter(cfg, directory, is_cpu=is_cpu)
+    if cfg.policy_lora is not None:
+        merged = f"merges it into its weights: {reason}"
+        logger.info("the adapter of [model.lora]: vLLM %s", merged if reason else "computes it beside its weights")
     command = build_command(cfg, directory, is_cpu=is_cpu)
     # Variables that the user has set take precedence, as in vLLM itself.
     os.environ.update(command.env | os.environ)

@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR, PEERS_VAR
 from stretto.config.sections.inference import KEY_VAR
 from stretto.transports.engine import api
-from stretto_vllm.command import COMPUTES_POLICY, OPEN_BYTES_VAR, PATCHES_VAR, WAITING_VAR
+from stretto_vllm.command import OPEN_BYTES_VAR, WAITING_VAR
 from stretto_vllm.guard import Guard
 from stretto_vllm.patches.adapters import AdapterLimits, enforce_limits
 from stretto_vllm.peers import Peers
@@ -176,5 +176,4 @@ class Routes:
             self._watching = asyncio.create_task(peers.watch())
         if args.enable_lora:
             targets = tuple(args.lora_target_modules or ())
-            spare = 2 if COMPUTES_POLICY in os.environ.get(PATCHES_VAR, "").split() else 1
-            enforce_limits(AdapterLimits(args.max_loras - spare, args.max_lora_rank, targets, Path(args.model)))
+            enforce_limits(AdapterLimits(args.max_loras - 1, args.max_lora_rank, targets, Path(args.model)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for room in ("wires", "e2e"):
+for room in ("wires", "e2e", "contract"):
     sys.path.insert(0, str(Path(__file__).parents[1] / room))
 
 

@@ -31,9 +31,9 @@ from stretto.config.sections.transport import (
 )
 from stretto.records.weight_manifest import TensorEntry, WeightGroup, WeightManifest
 from stretto.transports.weights import receive
-from stretto_broadcast import host_copy
+from stretto_broadcast import collective, host_copy
 from stretto_broadcast.board import Board
-from stretto_broadcast.collective import CollectivePublisher, buckets_of, close_all
+from stretto_broadcast.collective import CollectivePublisher, Part, buckets_of, close_all
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -48,6 +48,18 @@ def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
         ("flags", torch.randn(5, generator=gen) > 0),
         ("big", torch.randn(300, 30, generator=gen)),
     ]
+
+
+@pytest.fixture(autouse=True)
+def is_far(monkeypatch):
+    """This process receives as if it were on another machine."""
+    monkeypatch.setattr(Part, "is_near", False)
+
+
+@pytest.fixture
+def is_near(is_far, monkeypatch):
+    """This process receives as on the machine that it is on."""
+    monkeypatch.undo()
 
 
 @pytest.fixture(params=[1, 1000, 1 << 30], ids=["a bucket per tensor", "some buckets", "one bucket"])
@@ -111,7 +123,10 @@ import sys, zlib
 import msgspec, torch
 from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.weights import receive
+from stretto_broadcast.collective import Part
 torch.set_num_threads(1)
+if sys.argv[1] == "far":  # as on another machine
+    Part.is_near = False
 print("ready", flush=True)
 for line in sys.stdin:
     manifest, group = msgspec.json.decode(line, type=tuple[WeightManifest, WeightGroup])
@@ -198,7 +213,7 @@ def encoded(manifest: WeightManifest, who: WeightGroup) -> str:
 def test_processes_receive_together_and_one_that_dies_fails_the_rest():
     publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1000, timeout_s=8)
     try:
-        with peer(RECEIVE) as first, peer(RECEIVE) as second:
+        with peer(RECEIVE, "far") as first, peer(RECEIVE, "far") as second:
             assert first.line() == second.line() == "ready"
             for version in (1, 2):
                 manifest = publisher.publish(version, weights(version))
@@ -210,7 +225,7 @@ def test_processes_receive_together_and_one_that_dies_fails_the_rest():
             first.write_line(encoded(manifest, group("r3", 0, 2)))
             with pytest.raises(AssertionError, match="WireError: weights of version 2: receiver 1 of 2"):
                 first.line()
-        with peer(RECEIVE) as alone:
+        with peer(RECEIVE, "far") as alone:
             assert alone.line() == "ready"
             alone.write_line(encoded(manifest, group("r4", 0, 1)))
             assert alone.line() in crcs
@@ -221,7 +236,7 @@ def test_processes_receive_together_and_one_that_dies_fails_the_rest():
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[Peer]]:
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(peer(RECEIVE)) for _ in range(4)]
+        processes = [stack.enter_context(peer(RECEIVE, "far")) for _ in range(4)]
         assert [process.line() for process in processes] == ["ready"] * 4
         yield processes
 
@@ -334,20 +349,24 @@ def test_buckets_of_all_senders_come_in_turn(tmp_path):
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["dies", "is stuck"])
-def test_a_sender_that_is_lost_on_the_way_fails_the_update_in_time(tmp_path, is_stopped):
+def test_a_sender_that_is_lost_on_the_way_fails_the_update_in_time(tmp_path, is_stopped, monkeypatch):
     cfg = CollectiveWeights(port=free_port(), bucket_bytes=5000, join_timeout_s=3)
     with senders([cfg], tmp_path) as ranks:
         owned = [list(range(6)), list(range(6, 12))]
         manifest = published(ranks, 0, owned)
-        with receive(manifest, group("r0")) as tensors:
-            tensors = iter(tensors)
-            next(tensors)
-            if is_stopped:
-                ranks[1].process.send_signal(signal.SIGSTOP)
-            else:
-                ranks[1].kill()
-            with pytest.raises(WireError, match="version 0 from trainer rank 1"):
-                list(tensors)
+        received(manifest, group("r0"))
+        manifest = published(ranks, 1, owned)
+        collective._connections.clear()  # so that it enters new groups
+        enter = collective.enter_group
+
+        def lose_and_enter(held, name, store, sender, *args):
+            if sender == 1:
+                ranks[1].process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGKILL)
+            return enter(held, name, store, sender, *args)
+
+        monkeypatch.setattr(collective, "enter_group", lose_and_enter)
+        with pytest.raises(WireError, match="version 1 from trainer rank 1"):
+            receive(manifest, group("r1"))
 
 
 def test_ranks_that_publish_with_one_that_died_end_with_an_error(tmp_path):
@@ -428,7 +447,7 @@ def test_messages_at_the_store_do_not_pile_up():
     publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1000, timeout_s=120)
     store = None
     try:
-        with peer(RECEIVE) as first, peer(RECEIVE) as second:
+        with peer(RECEIVE, "far") as first, peer(RECEIVE, "far") as second:
             assert first.line() == second.line() == "ready"
             counts = []
             for version in range(6):
@@ -442,3 +461,77 @@ def test_messages_at_the_store_do_not_pile_up():
         assert counts[1:] == counts[:1] * 5
     finally:
         publisher.close()
+
+
+# -- on the sender's machine --
+
+
+def test_engines_of_the_senders_machine_map_its_memory_and_ask_it_for_nothing(tmp_path):
+    cfg = CollectiveWeights(port=free_port(), bucket_bytes=5000)
+    owned = [list(range(6)), list(range(6, 12))]
+    with senders([cfg], tmp_path) as ranks, peer(RECEIVE, "near") as one, peer(RECEIVE, "near") as other:
+        assert one.line() == other.line() == "ready"
+        for version in range(4):
+            manifest = published(ranks, version, owned)
+            assert_received([one, other], manifest)
+            store = store_of(manifest)
+            assert not store.check(["count/0"]) and not store.check(["count/1"])
+
+
+def test_near_and_far_engines_receive_a_version_together(tmp_path):
+    cfg = CollectiveWeights(port=free_port(), bucket_bytes=5000)
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(senders([cfg], tmp_path))
+        where = ("near", "far", "near", "far")
+        engines = [stack.enter_context(peer(RECEIVE, each)) for each in where]
+        assert [process.line() for process in engines] == ["ready"] * 4
+        order = (engines, engines, engines[::-1], engines[:2], engines)
+        for version, receivers in enumerate(order):
+            assert_received(receivers, published(ranks, version, [list(range(6)), list(range(6, 12))]))
+
+
+def test_a_near_engine_sees_no_version_that_is_half_written(publisher, is_near):
+    def fails():
+        yield weights(2)[0]
+        raise RuntimeError("out of memory")
+
+    old, sent = publisher.publish(0, weights(0)), weights(1)
+    manifest = publisher.publish(1, sent)
+    publisher.release(0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        publisher.publish(2, fails())
+    with pytest.raises(WireError, match="incomplete version"):
+        received(old, group("old"))
+    assert_same(received(manifest, group("new")), sent)
+    with pytest.raises(WireError, match="overwritten while they were read"), receive(manifest, group("read")):
+        publisher.release(1)
+        publisher.publish(3, sent)
+        publisher.publish(4, sent)
+
+
+@pytest.mark.parametrize("place", ["near", "far"])
+def test_a_byte_that_was_damaged_is_noticed_before_a_tensor_is_handed_out(place, request):
+    if place == "near":
+        request.getfixturevalue("is_near")
+    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1000, timeout_s=120)
+    try:
+        manifest = publisher.publish(1, weights())
+        part = collective.HostReceiver(manifest, group("r"), 0, torch.device("cpu"))._location.parts[0]
+        path = part.directory / str(part.fd)
+        content = path.read_bytes()
+        path.write_bytes(content[:-70] + bytes([content[-70] ^ 1]) + content[-69:])
+        with pytest.raises(WireError, match="checksum"):
+            receive(manifest, group("damaged"))
+        path.write_bytes(content)
+        assert_same(received(manifest, group("whole")), weights())
+    finally:
+        publisher.close()
+        close_all()
+
+
+def test_the_memory_of_another_process_with_the_same_number_is_not_taken_for_the_senders(publisher, is_near):
+    location = msgspec.json.decode(publisher.publish(1, weights()).location, type=collective.Location)
+    [part] = location.parts
+    assert part.is_near
+    assert not msgspec.structs.replace(part, name="stretto-0").is_near
+    assert not msgspec.structs.replace(part, pid=1 << 30).is_near

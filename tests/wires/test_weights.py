@@ -17,7 +17,7 @@ from stretto.base.files import remove_unowned
 from stretto.base.paths import RunDir
 from stretto.config.sections.transport import FilesystemWeights, ShmWeights, WeightBroadcast
 from stretto.records.weight_manifest import WeightManifest, load_manifest
-from stretto.transports.weights import Publisher, build_publisher, receive
+from stretto.transports.weights import Publisher, build_publisher, filesystem, receive, shm
 from stretto.transports.weights.filesystem import FilesystemPublisher
 from stretto.transports.weights.shm import SHM_DIR, ShmPublisher
 
@@ -356,3 +356,44 @@ def test_a_half_written_version_is_never_seen(tmp_path: Path) -> None:
         load_manifest(tmp_path / "b" / "version_0")
     FilesystemPublisher(tmp_path / "b", keep_versions=2).close()
     assert list((tmp_path / "b").iterdir()) == []
+
+
+@BOTH
+def test_what_is_larger_than_a_piece_arrives_bit_for_bit(
+    cfg: WeightBroadcast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room in (filesystem, shm):
+        monkeypatch.setattr(room, "PIECE_BYTES", 1 << 16)
+    source = publisher(cfg, tmp_path)
+    for version in range(3):
+        gen = torch.Generator().manual_seed(version)
+        sizes = [120_000, 3, 16_384, 16_383, 1, 250_001]
+        sent = [(f"t{i}", torch.randn(size, generator=gen)) for i, size in enumerate(sizes)]
+        manifest = source.publish(version, sent)
+        assert_received(manifest, sent)
+        source.release(version - 1)
+    if cfg.type == "filesystem":
+        loaded = load_file(Path(manifest.location, manifest.shards[0]))
+        assert all(loaded[name].equal(tensor) for name, tensor in sent)
+    source.close()
+
+
+def test_a_full_header_and_a_tensor_at_an_odd_place_begin_a_new_file(tmp_path: Path) -> None:
+    source = FilesystemPublisher(tmp_path / "b", keep_versions=2)
+    many = [(f"{'layers.' * 20}{i}", torch.full((i % 5 + 1,), float(i))) for i in range(900)]
+    sent = [*many, ("odd", torch.ones(3, dtype=torch.uint8)), ("even", torch.ones(3)), ("last", torch.ones(1).byte())]
+    manifest = source.publish(0, sent)
+    assert_received(manifest, sent)
+    assert len(manifest.shards) > 3
+    loaded = [load_file(Path(manifest.location, shard)) for shard in manifest.shards]
+    assert [name for tensors in loaded for name in sorted(tensors)] and "odd" in loaded[-2] and "even" in loaded[-1]
+    assert sum(map(len, loaded)) == len(sent)
+    source.close()
+
+
+def test_where_a_file_cannot_be_written_past_the_page_cache_it_is_written_through_it(tmp_path: Path) -> None:
+    content = memoryview(os.urandom(2 * 4096 + 1))[1:]  # begins at no page
+    fd = filesystem._open_direct(tmp_path / "file")
+    filesystem._write_at(fd, content, 0)
+    os.close(fd)
+    assert (tmp_path / "file").read_bytes() == content

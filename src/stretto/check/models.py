@@ -27,6 +27,7 @@ from stretto.check.degrees import (
     read_shape,
 )
 from stretto.check.megatron import check_refused, find_megatron
+from stretto.check.vllm_adapters import check_policy_adapter
 from stretto.check.vllm_models import ServedModel
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.distill import TaughtAlgo
@@ -83,6 +84,7 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
         is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
         is_cpu = is_here and not process.visible_gpus() and not cfg.asks_for_gpus
         check_served(cfg.inference, cfg.inference.model or cfg.model.name, is_cpu=is_cpu)
+        check_policy_adapter(cfg, is_cpu=is_cpu or cfg.inference.device == "cpu")
 
 
 def check_model(

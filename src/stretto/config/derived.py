@@ -172,7 +172,9 @@ def _derive_clock(values: Values) -> dict[str, Any]:
     if values.get("ckpt", {}) is None:
         return found
     if interval is None:
-        interval = CLOCK_CKPT_INTERVAL
+        every = values.get("weight_broadcast.interval")
+        every = every if isinstance(every, int) and every > 0 else 1
+        interval = math.ceil(CLOCK_CKPT_INTERVAL / every) * every  # a version that engines get
         found |= {"ckpt.interval": interval} | ({} if _has(values, "ckpt.keep_last") else {"ckpt.keep_last": 2})
     return found | {"orchestrator.sync_interval": interval}
 

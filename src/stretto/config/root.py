@@ -30,7 +30,7 @@ from stretto.config.sections.deployment import (
 )
 from stretto.config.sections.distill import FrozenModelPlace, ModelClientSection
 from stretto.config.sections.inference import InferenceSection
-from stretto.config.sections.model import ModelSection, RendererSection, TokenizerSection
+from stretto.config.sections.model import LoRASection, ModelSection, RendererSection, TokenizerSection
 from stretto.config.sections.monitors import LogSection, MonitorsSection
 from stretto.config.sections.orchestrator import ClientSection, EvalSection, OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.run import BudgetSection, RunKeys
@@ -141,6 +141,9 @@ class InferenceConfig(InferenceSection, ClusterRoot):
     """Addresses of the nodes of a deployment over several, as they reach each other; None: one machine."""
     node_rank: int | None = Field(None, ge=0)
     """Which of the hosts this machine is, from 0; None: the one whose address is this machine's."""
+    policy_lora: LoRASection | None = None
+    """The adapter whose versions this engine gets as weight updates: [model.lora] of its run, which sets it. None: it
+    gets whole weights, or no updates."""
 
     @property
     def num_nodes(self) -> int:
@@ -318,7 +321,7 @@ class RLConfig(RunKeys, ClusterRoot):
         """
         if self.inference is None:
             raise ConfigError("inference = None: this run uses engines that run already, and has none to start")
-        return InferenceConfig.model_validate(self._process_data(self.inference))
+        return InferenceConfig.model_validate(self._process_data(self.inference) | {"policy_lora": self.model.lora})
 
     def teacher_config(self) -> InferenceConfig:
         """The root of the teacher's engine, which must exist."""

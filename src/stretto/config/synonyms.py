@@ -89,6 +89,7 @@ tensor_model_parallel_size tensor_parallel_size -> model.tp parallel.tp
 context_parallel_size sequence_parallel_size -> model.cp
 expert_model_parallel_size -> model.ep
 reward_funcs reward_model custom_rm_path reward_function -> orchestrator.env.0.args.reward
+update_interval update_weights_interval weight_sync_steps trigger_parameter_sync_step -> weight_broadcast.interval
 async_steps max_staleness staleness -> orchestrator.max_off_policy_steps orchestrator.max_async_level
 """
 _ROWS = [line.split(" -> ") for line in _TABLE.strip().splitlines()]

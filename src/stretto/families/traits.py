@@ -16,6 +16,8 @@ class VllmTraits:
     is_bfloat16_on_cpu: its CPU build computes the recurrent layers in bfloat16 only.
     cpu_fault: why its CPU build cannot run the family, in words that follow "on a CPU vLLM".
     cpu_fault_key: the key of config.json that a model with this fault has; None: all models have the fault.
+    adapts: its LoRA kernels compute adapters of attention and MLPs as the model does: tests have tried it.
+    adapts_experts: it can compute adapters of its experts too, on GPUs, which no test has tried.
     """
 
     has_own_head: bool = False
@@ -23,6 +25,8 @@ class VllmTraits:
     is_bfloat16_on_cpu: bool = False
     cpu_fault: str | None = None
     cpu_fault_key: str | None = None
+    adapts: bool = False
+    adapts_experts: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -95,7 +96,11 @@ def _lost(db: sqlite3.Connection) -> Iterator[str]:
 def _version_gaps(db: sqlite3.Connection) -> Iterator[str]:
     query = "SELECT DISTINCT version FROM versions WHERE state != 'undone' ORDER BY version"
     versions, first = schema.column(db, query), first_step(db)
-    yield from _gaps("published versions", versions, first)
+    infos = (msgspec.json.decode(info) for info in schema.column(db, "SELECT info FROM incarnations"))
+    interval = max((info.get("update_interval", 1) for info in infos), default=1)
+    if versions and (versions[0] != first or any(after - before > interval for before, after in pairwise(versions))):
+        each = f", at most {interval} apart" if interval > 1 else ""
+        yield f"published versions are not {first}, {first + 1}, {first + 2}, ...{each}: {_runs(versions)}"
     query = "SELECT coalesce(max(step), ?) FROM batches WHERE state != 'undone'"
     shipped = schema.scalar(db, query, first)
     if versions and versions[-1] > shipped:

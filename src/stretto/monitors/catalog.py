@@ -97,7 +97,8 @@ rollout/<metric> | the function's | What a rollout function of yours reports.
         "How far generation is ahead of training, and who waits for whom.",
         _rows("""
 off_policy/mean | versions | Version that is trained, minus the version that sampled a rollout's first token;
-    mean over the groups of the batch. | About `max_async_level`; 0 in synchronous runs.
+    mean over the groups of the batch. | About `max_async_level`; 0 in synchronous runs; with
+    `weight_broadcast.interval` up to half an interval less.
 off_policy/max | versions | The same for the oldest group. | Never above `max_off_policy_steps`.
 off_policy/dropped | groups | Groups dropped since the last batch because they were too old. | Often above 0:
     work is wasted; raise `max_off_policy_steps` or use fewer rollouts in flight.
@@ -244,7 +245,7 @@ time/wait_for_batch | s | Waiting for the batch.
         ("trainer", "orchestrator"),
         "In the rows of the steps in which they happen.",
         _rows("""
-time/publish | s | Publishing a version for engines.
+time/publish | s | Publishing a version for engines; of the steps whose version is sent.
 publish/bytes | bytes | Size of the published weights.
 time/save_ckpt | s | Time that training waited for a checkpoint or an export.
 """),

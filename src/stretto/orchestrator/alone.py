@@ -7,7 +7,7 @@ training    AbsentEngines are the engines: batches come from saved rollouts, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from stretto.records.control import Bye, Message, Register, StepDone, Stop, VersionReady
 from stretto.records.sample import TrainBatch
@@ -18,9 +18,19 @@ from stretto.transports.control import Event
 class AbsentTrainer:
     """Stands in for both wires to the trainer (ControlServer and Sender)."""
 
-    def __init__(self, world_size: int, start: int, max_steps: int | None) -> None:
-        """start: the step after which the run continues. max_steps: None to run until stopped."""
-        self._world_size, self._start, self._max_steps = world_size, start, max_steps
+    def __init__(
+        self,
+        world_size: int,
+        start: int,
+        max_steps: int | None,
+        *,
+        is_sent: Callable[[int], bool] = lambda version: True,
+    ) -> None:
+        """start: the step after which the run continues. max_steps: None to run until stopped.
+
+        is_sent: whether engines get a version.
+        """
+        self._world_size, self._start, self._max_steps, self._is_sent = world_size, start, max_steps, is_sent
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._publish(start)
 
@@ -37,13 +47,14 @@ class AbsentTrainer:
         return await self._events.get()
 
     async def send(self, message: Message | Sequence[TrainBatch], **_: object) -> None:
-        """Answer a batch with a trained step and a new version, and Stop with the trainer's end."""
+        """Answer a batch with a trained step and, if it is due, its version, and Stop with the trainer's end."""
         if isinstance(message, Stop):
             self._end()
         elif isinstance(message, Sequence):
             step = message[0].step
             self._emit(StepDone(step=step))
-            self._publish(step)
+            if self._is_sent(step):
+                self._publish(step)
             if step == self._max_steps:
                 self._end()
 
@@ -64,6 +75,7 @@ class AbsentEngines:
 
     generation = 0
     num_ready = 0
+    num_replies = 0
 
     async def wait_ready(self, _: float) -> None:
         """Return at once."""

@@ -187,7 +187,12 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     else:
         engines = await stack.enter_async_context(build_engines(cfg.client))
     if cfg.debug == "rollouts":
-        trainer: Any = AbsentTrainer(cfg.num_train_workers, start, cfg.max_steps)
+        trainer: Any = AbsentTrainer(
+            cfg.num_train_workers,
+            start,
+            cfg.max_steps,
+            is_sent=partial(cfg.weight_broadcast.is_sent, end=cfg.max_steps),
+        )
         return Wires(engines, trainer, trainer)
     cfg = at_all_addresses(cfg)
     control = ControlServer(
@@ -334,6 +339,8 @@ def build_versions(cfg: OrchestratorSection, engines: EngineClient, ledger: Ledg
         ledger,
         start=start,
         timeout_s=cfg.weight_broadcast.timeout_s,
+        interval=cfg.weight_broadcast.interval,
+        end=cfg.max_steps,
         tolerance=cfg.weight_broadcast.canary_tolerance,
         generation=lambda: engines.generation,
         devices=SharedDevices(engines, cfg.colocate) if cfg.colocate is not None and cfg.debug is None else None,
@@ -475,6 +482,7 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
         min_groups=math.ceil(cfg.num_train_workers / cfg.group_size),
         is_deterministic=cfg.deterministic,
         sync_interval=cfg.sync_interval,
+        update_interval=cfg.weight_broadcast.interval,
         first_version=start,
     )
 

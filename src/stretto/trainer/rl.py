@@ -1,8 +1,8 @@
 """The trainer process of an `rl` run: receives batches, publishes versions of the policy.
 
     register with the orchestrator -> publish the version it starts from
-    -> each step: wait for the batch, train, report the step, publish the new version, checkpoint when due
-    -> at max_steps, Stop or Ctrl-C: checkpoint, wait until engines have loaded the last version, send Bye
+    -> each step: wait for the batch, train, report the step, publish the new version if it is due, checkpoint when due
+    -> at max_steps, Stop or Ctrl-C: checkpoint, publish the last version, wait until engines have loaded it, send Bye
 
 The orchestrator sends Stop and completes checkpoints. Every wait for it has a deadline, and ends if the orchestrator
 dies (transports/orchestrator.py). Training itself is learner.py.
@@ -110,7 +110,7 @@ class Trainer:
         self.stack.callback(self.recorder.close)
         self.learner.observers.append(self.recorder.add)
         self.tracer = Tracer(cfg.run_dir, rank_name(ROLE))
-        self.num_published = 0
+        self.num_published, self.published_version = 0, -1
         self.saved_step = self.exported_step = self.learner.step
         self.is_checkpoint_due = checkpoint.Due(cfg.ckpt, mesh)
 
@@ -152,7 +152,7 @@ class Trainer:
                 step = self.learner.step + 1
                 with self.tracer.step(step), self.snapshots.step(step):
                     metrics = self.train(batch)
-                    ready = self.publish()
+                    ready = self.publish() if self.is_version_due() else None
                     if not self.is_colocated:
                         self.announce(ready)
                 self.log(metrics)
@@ -229,6 +229,10 @@ class Trainer:
         self.monitors.log(step, metrics)
         self.orchestrator.post(StepMetrics(step=step, metrics=metrics))
 
+    def is_version_due(self) -> bool:
+        """Do engines get the current weights?"""
+        return self.cfg.weight_broadcast.is_sent(self.learner.step, end=self.cfg.max_steps)
+
     def publish(self) -> VersionReady | None:
         """Publish the current weights as the version after the current step; on the lead, its announcement."""
         start = time.perf_counter()
@@ -245,7 +249,7 @@ class Trainer:
         if self.is_lead:  # engines load the version afterwards
             self.hooks.call("post_write", manifest.location, [])
         canary = self.canary(is_wanted=wants_canary)
-        self.num_published += 1
+        self.num_published, self.published_version = self.num_published + 1, self.learner.step
         if not self.is_lead:
             return None
         adapter = self.learner.adapter_info()
@@ -265,7 +269,10 @@ class Trainer:
     def canary(self, *, is_wanted: bool) -> Canary | None:
         """Log-probabilities that engines must reproduce with this version; None if not checked."""
         cfg = self.cfg.weight_broadcast
-        if not is_canary_due(self.learner.step, self.num_published, cfg.canary_interval, is_wanted=is_wanted):
+        since = self.published_version
+        if not is_canary_due(
+            self.learner.step, self.num_published, cfg.canary_interval, is_wanted=is_wanted, since=since
+        ):
             return None
         is_first = self.num_published == 0
         return score_canary(self.learner, cfg.canary_tokens, self.layout, with_probe=is_first)
@@ -367,6 +374,8 @@ class Trainer:
             if ckpt and (step != self.saved_step or (self.has_exports and step != self.exported_step)):
                 self.memory.bring_back()
             self.save_if_due(is_last=True)
+        if step != self.published_version:  # stopped between two versions that are due
+            self.announce(self.publish())
         if self.is_lead:
             if self.cfg.ckpt is None and step:
                 logger.warning("nothing was saved: ckpt = None")

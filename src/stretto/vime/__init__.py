@@ -8,12 +8,13 @@ batches in [orchestrator.hooks]. docs/data.md lists them all.
 
 from stretto.vime.arguments import Arguments, get_model_url
 from stretto.vime.engine import post
-from stretto.vime.outputs import DynamicFilterOutput, RolloutFnEvalOutput, RolloutFnTrainOutput
+from stretto.vime.outputs import DynamicFilterOutput, RecordedBatch, RolloutFnEvalOutput, RolloutFnTrainOutput
 from stretto.vime.sample import Sample
 
 __all__ = [
     "Arguments",
     "DynamicFilterOutput",
+    "RecordedBatch",
     "RolloutFnEvalOutput",
     "RolloutFnTrainOutput",
     "Sample",

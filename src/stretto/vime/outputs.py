@@ -18,6 +18,13 @@ class RolloutFnTrainOutput:
 
 
 @dataclass
+class RecordedBatch(RolloutFnTrainOutput):
+    """The batch of step `rollout_id + 1` as a ledger has it: its groups, of `records.rollout`, however many."""
+
+    samples: list[Any]
+
+
+@dataclass
 class RolloutFnEvalOutput:
     """What an eval function returns: results by data set, and metrics, which are logged as `eval/NAME`.
 

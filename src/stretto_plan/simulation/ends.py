@@ -371,8 +371,9 @@ class SimulatedTrainer:
             trained = now()
             wait_s = received - began
             self._emit(StepDone(step=step, metrics={}, num_tokens=1, time_s=trained - began, wait_s=wait_s))
-            await self.cores.work(self.costs.publish_s)
-            self._emit(VersionReady(manifest=manifest(step)))
+            if self.costs.setup.rl.weight_broadcast.is_sent(step, end=self.max_steps):
+                await self.cores.work(self.costs.publish_s)
+                self._emit(VersionReady(manifest=manifest(step)))
             tokens = self.scale * sum(float(row.cu_seqlens[-1]) for each in batch for row in each.micro_batches)
             self.steps.append(SimulatedStep(step, wait_s, trained - received, now() - trained, now(), tokens))
             self.ended.set()

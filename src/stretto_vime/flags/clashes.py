@@ -284,6 +284,8 @@ NOTES: tuple[Clash, ...] = (
           "{0} is not used without {1}: there are no evals"),
     Clash("--over-sampling-batch-size", lambda v: v.has("--over-sampling-batch-size") and not v.partial_rollout,
           "{0} is not used: groups that are refused are replaced one by one"),
+    Clash("--update-weights-interval", lambda v: v.update_weights_interval > 1 and not v.is_async,
+          "{0} is not used: engines get every version, as by vime's train.py; train_async.py uses it"),
     _both("--num-epoch", "--num-rollout", "{0} is not used, for there is {1}"),
 )
 # fmt: on

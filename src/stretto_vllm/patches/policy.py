@@ -5,7 +5,7 @@ model runners, and their graphs, count it like an adapter that a request names. 
 base model, as with other weight updates.
 
 A worker stores the adapter of an update in a temporary directory, which vLLM loads as it loads named adapters. After an
-update vLLM forgets all loaded adapters, and loads those of running requests again before its next step. Before the
+update vLLM forgets all loaded adapters, and has those of running requests again before its next step. Before the
 first update the policy's adapter is zero, and requests get the base model.
 """
 
@@ -19,10 +19,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.base.errors import DataError
+from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import LoRASection
+from stretto.models.hf import find_adaptable_layers
 from stretto.models.lora import Adapter, save_adapter
-from stretto_vllm.patches.adapters import AdapterLimits
+from stretto_vllm.base import adaptable_weights, names_in_files
+from stretto_vllm.patches.adapters import refusal_of_layers
 
 if TYPE_CHECKING:
     from stretto.transports.weights.layout import NamedTensor
@@ -37,6 +39,7 @@ class PolicyAdapter:
     def __init__(self) -> None:
         self.manager: Any = None
         self._directory: Path | None = None
+        self._ready: Any = None
 
     @property
     def directory(self) -> Path | None:
@@ -48,16 +51,15 @@ class PolicyAdapter:
 
         Raises: DataError if vLLM cannot compute it; the one before then stays, as after any other error.
         """
-        adapter = Adapter.from_tensors(tensors, rank, scaling)
+        adapter = self._named_as_in_files(Adapter.from_tensors(tensors, rank, scaling), model)
         new = Path(tempfile.mkdtemp(prefix="stretto-policy-"))  # the engine's keeper removes what is in TMPDIR
-        before, self._directory = self._directory, new
+        before, self._directory, self._ready = self._directory, new, None
         try:
             save_adapter(adapter, new, LoRASection(rank=rank, alpha=scaling * rank))
             config = self.manager.lora_config
-            limits = AdapterLimits(1, config.max_lora_rank, tuple(config.target_modules or ()), model)
-            if (reason := limits.refusal_reason(str(new))) is not None:
+            if (reason := refusal_of_layers(adapter, tuple(config.target_modules or ()))) is not None:
                 raise ValueError(reason)
-            self.manager._load_adapter(policy_request())
+            self._ready = self.manager._load_adapter(policy_request())
         except BaseException as error:
             self._directory = before
             shutil.rmtree(new, ignore_errors=True)
@@ -69,6 +71,27 @@ class PolicyAdapter:
             ) from error
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
+
+    def take(self) -> Any:
+        """The adapter as the update has loaded it, once: vLLM changes it when it is used."""
+        ready, self._ready = self._ready, None
+        return ready
+
+    def _named_as_in_files(self, adapter: Adapter, model: Path) -> Adapter:
+        """The adapter with the names of the model's files, which are those that vLLM has layers for.
+
+        Raises: DataError if it does not fit the model.
+        """
+        try:
+            table = adaptable_weights(model)
+        except (DataError, ConfigError):  # a family that only vLLM knows
+            return adapter
+        if not adapter.pairs.keys() <= table.shapes.keys():
+            table = find_adaptable_layers(model)  # of a policy that transformers computes (impl = "hf")
+        adapter.check(table.shapes, str(model))
+        names = names_in_files(table)
+        pairs = {names.get(name, name): pair for name, pair in adapter.pairs.items()}
+        return Adapter(pairs, adapter.rank, adapter.scaling)
 
     def close(self) -> None:
         """Remove the adapter's directory."""
@@ -84,7 +107,8 @@ def policy_request() -> Any:
     """The policy's adapter as vLLM's requests name it; each worker knows the directory itself."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("stretto-policy", POLICY_ID, str(policy.directory or "policy"))
+    # Its experts, if it adapts any, are stacked; see command.py.
+    return LoRARequest("stretto-policy", POLICY_ID, str(policy.directory or "policy"), is_3d_lora_weight=True)
 
 
 def compute_policy_adapter() -> None:
@@ -109,7 +133,8 @@ def compute_policy_adapter() -> None:
         if policy.directory is None:  # zeros, which vLLM makes for its warm-up
             rank = self.get_dummy_lora_warmup_rank(8)
             return self._adapter_manager.create_dummy_lora(POLICY_ID, rank, self.embedding_modules)
-        return load(self, policy_request())
+        ready = policy.take()
+        return load(self, policy_request()) if ready is None else ready
 
     @functools.wraps(create)
     def created(self: Any, *args: Any, **kwargs: Any) -> Any:

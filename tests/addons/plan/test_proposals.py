@@ -72,6 +72,17 @@ def test_slow_rewards_are_hidden_by_more_asynchrony(tmp_path) -> None:
     assert found[0].words[0] == "--orchestrator.max-async-level" and found[0].gain > 0.5
 
 
+@pytest.mark.heavy
+def test_slow_updates_are_made_less_often(tmp_path) -> None:
+    words = words_of(tmp_path, rl_config())
+    slow = replace(FREE, train=((1.0, 0.1), (2.0, 0.1)), decode=((1.0, 1e-5), (2.0, 1e-5)), publish_s=2.0)
+    costs = Costs(build_setup(load(RLConfig, words, verb="rl"), gpu="H100"), measured=slow)
+    found = check_promises(words, costs, Workload(Numbers(200), Numbers(500)), steps=FEWEST_STEPS)
+    rarely = ("--weight-broadcast.interval", "2", "--orchestrator.max-async-level", "2")
+    [proposal] = [each for each in found if each.words == rarely]
+    assert proposal.gain > 0.4
+
+
 @pytest.mark.slow
 def test_nodes_go_where_the_time_is_spent(tmp_path) -> None:
     nodes = {

@@ -49,6 +49,21 @@ def test_an_asynchronous_step_is_the_longer_of_both(tmp_path) -> None:
     assert times.staleness_p95 == 1 and times.trainer_idle < 0.02 and times.engine_idle > 0.3
 
 
+def test_engines_that_get_every_second_version_cost_half_the_updates(tmp_path) -> None:
+    def times(interval: int, level: int):
+        given = costs(tmp_path, max_async_level=level)
+        rl = given.setup.rl
+        wire = rl.weight_broadcast.model_copy(update={"interval": interval})
+        setup = replace(given.setup, cfg=rl.model_copy(update={"weight_broadcast": wire}))
+        slow = replace(MEASURED, publish_s=0.2)
+        return simulate(replace(given, setup=setup, measured=slow), Workload(Numbers(10), Numbers(20)), steps=12)
+
+    each, second = times(1, 1), times(2, 2)
+    assert each.step_s == pytest.approx(0.05 + 0.2, rel=0.02) and each.publish_s == pytest.approx(0.2)
+    assert second.step_s == pytest.approx(0.05 + 0.2 / 2, rel=0.02) and second.publish_s == pytest.approx(0.1)
+    assert second.staleness_p95 == 2 and second.staleness_mean == pytest.approx(1.5)
+
+
 def test_a_batch_in_tokens_is_as_large_as_they_make_it(tmp_path) -> None:
     """30 tokens per rollout: 240 are two groups of four; a long context is simulated in larger units."""
     given = costs(tmp_path, max_async_level=0, token_batch_size=240)

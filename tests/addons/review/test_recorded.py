@@ -150,11 +150,11 @@ def test_ports_that_the_launcher_found_are_found_anew_and_those_of_environments_
 @pytest.mark.parametrize(
     "change", [{"token_batch_size": 100}, {"env": [{"id": "a", "group_size": 8}, {"id": "b", "group_size": None}]}]
 )
-def test_batches_of_no_fixed_size_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_what_says_how_large_a_batch_is_is_left_to_what_was_recorded(tmp_path: Path, change: dict[str, Any]) -> None:
     section = {"group_size": 4, "env": [{"id": "a", "group_size": 4}]}
-    assert as_training({"orchestrator": section}, tmp_path)["orchestrator"]["debug"] == "training"
-    with pytest.raises(ConfigError, match="no fixed number of groups"):
-        as_training({"orchestrator": section | change}, tmp_path)
+    data = as_training({"orchestrator": section | change}, tmp_path)["orchestrator"]
+    assert data["debug"] == "training" and "token_batch_size" not in data
+    assert not any("group_size" in env for env in data["env"])
 
 
 def test_a_bundle_is_unpacked_once_and_not_taken_for_another(run: Path, tmp_path: Path) -> None:

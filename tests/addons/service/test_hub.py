@@ -353,7 +353,9 @@ def test_a_public_address_without_a_scheme_is_refused() -> None:
         load(ServeConfig, ["--model.name", "m", "--service.public-url", "tinker.example"])
 
 
-@pytest.mark.parametrize("flag", ["--model.tp=2", "--model.ep=2", "--model.compile", "--model.lora"])
+@pytest.mark.parametrize(
+    "flag", ["--model.tp=2", "--model.ep=2", "--model.compile", "--model.lora", "--inference.lora.compute-policy"]
+)
 def test_what_the_backbone_of_a_service_cannot_have_is_refused_with_its_key(flag: str) -> None:
     key = flag.removeprefix("--").partition("=")[0]
     with pytest.raises(ConfigError, match=rf"{key}\b.*leave it out"):

@@ -135,7 +135,8 @@ EFFECTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "--partial-rollout": ("", "", {"orchestrator.max_async_level": 1}),
     "--mask-offpolicy-in-partial-rollout": ("--partial-rollout", "", {
         "orchestrator.mask_offpolicy_in_partial_rollout": True}),
-    "--update-weights-interval": ("", "2", {"refused": "engines get every version"}),
+    "--update-weights-interval": ("train_async.py", "2", {
+        "weight_broadcast.interval": 2, "orchestrator.max_async_level": 2}),
     # -- functions
     "--rollout-function-path": ("", "a.b", {f"{HOOKS}.rollout_function": "a.b"}),
     "--eval-function-path": (EVALS, "a.b", {f"{HOOKS}.eval_function": "a.b"}),
@@ -266,9 +267,9 @@ EFFECTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "--memory-snapshot-dir": ("--record-memory-history", "x", {"trainer.memory_profiler_path": "x"}),
 }
 # fmt: on
-"""By flag: flags before it (`without` some of the others), its value, and keys of the config that have these values
-with it and, one at least, others without it. `refused` stands for a message, `variable` for one of the processes, and
-`is_there` for a section that is there only with the flag."""
+"""By flag: the program, or flags before it (`without` some of the others), its value, and keys of the config that have
+these values with it and, one at least, others without it. `refused` stands for a message, `variable` for one of the
+processes, and `is_there` for a section that is there only with the flag."""
 SAME_EITHER_WAY = {"--offload", "--offload-train", "--offload-rollout"}
 """Flags that ask for what --colocate does by itself; what they rule out is a clash."""
 
@@ -297,13 +298,15 @@ def read(tmp_path, monkeypatch):
 
     def command(before, *after):
         first, _, rest = before.partition(" ")
-        words = words_of(tmp_path, SPLIT)
+        words, program = words_of(tmp_path, SPLIT), []
+        if first == "train_async.py":
+            program, before = [first], rest
         if first == "without":
             at = words.index(rest)
             count = 1 if BY_NAME[rest].kind == "switch" else 2
             words = [*words[:at], *words[at + count :]]
             before = ""
-        return read_command([*words, *shlex.split(before), *after])
+        return read_command([*program, *words, *shlex.split(before), *after])
 
     return command
 

@@ -5,6 +5,7 @@ One start per family. In vLLM's CPU build here; what it does not run is refused 
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -28,16 +29,19 @@ SIZES = {
     "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "tie_word_embeddings": False,
 }  # fmt: skip
+WHOLE = LoRASection(rank=4, alpha=8.0)
 FAMILIES = ("glm4", "glm4_moe", "minimax_m2", "afmoe", "laguna")
 
 
-def build(family: str, seed: int):
-    return random_model(ScratchSection(family=family, seed=seed, **SIZES), VOCAB, eos_token_id=2)
+def build(family: str, seed: int, is_wide: bool = False):
+    """is_wide: for a family whose heads are as wide as the model divided by their number."""
+    sizes = SIZES | ({"hidden_size": 128} if is_wide else {})
+    return random_model(ScratchSection(family=family, seed=seed, **sizes), VOCAB, eos_token_id=2)
 
 
-def adapted(family: str, seed: int):
-    model = build(family, 0)
-    attach_adapters(model, LoRASection(rank=4, alpha=8.0))
+def adapted(family: str, seed: int, lora: LoRASection = WHOLE, is_wide: bool = False):
+    model = build(family, 0, is_wide)
+    attach_adapters(model, lora)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -85,6 +89,32 @@ async def test_a_family_is_served_and_updated(family, tmp_path):
                 policy = adapted(family, version)
                 await check(version, Adapter.of(policy).tensors(), policy, AdapterInfo(4, 2.0))
             await check(4, export_tensors(other), other)
+    publisher.close()
+
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FLAGS = ("--policy-lora.rank", "4", "--policy-lora.alpha", "8", "--policy-lora.target-modules", json.dumps(TARGETS))
+"""What the launcher tells an engine of the adapter that a run trains."""
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize("family", [*FAMILIES, "llama", "qwen2", "qwen3_moe"])
+async def test_adapters_of_a_family_are_computed_beside_its_weights(family, tmp_path):
+    """Those of attention, of the MLP of dense layers, and of the MLP beside the experts."""
+    lora, wide = LoRASection(rank=4, alpha=8.0, target_modules=TARGETS), family == "qwen2"
+    publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
+    with serve("vllm", save(build(family, 0, wide), tmp_path / "model"), tmp_path / "log", *FLAGS) as (url, _):
+        async with EngineClient([url], timeout_s=120) as client:
+            await client.wait_ready(240)
+            assert "computes it beside its weights" in (tmp_path / "log").read_text()
+            for version in (0, 1, 2):
+                policy = build(family, 0, wide) if not version else adapted(family, version, lora, wide)
+                if version:
+                    manifest = publisher.publish(version, Adapter.of(policy).tensors())
+                    await client.update_weights(msgspec.structs.replace(manifest, adapter=AdapterInfo(4, 2.0)))
+                found = await scores_of(client, PROMPT, f"canary-{version}")
+                np.testing.assert_allclose(found[1:], logprobs_of(policy, PROMPT), atol=3e-5, rtol=0)
     publisher.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,13 +18,16 @@ from servers import VOCAB, needs_vllm, save, scores_of, serve
 from transformers import AutoConfig
 
 from stretto.chat.patches import ImageProcessor
+from stretto.config.sections.model import LoRASection
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.config import parse_config, to_hf
+from stretto.models.lora import Adapter, attach_adapters
 from stretto.models.moe import Routing
 from stretto.models.parts.image_positions import image_positions
 from stretto.models.parts.vision import ImageBatch
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
+from stretto.records.weight_manifest import AdapterInfo
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.filesystem import FilesystemPublisher
 
@@ -124,5 +128,29 @@ async def test_images_are_what_the_trainer_sees_before_and_after_updates(family,
                 text = prompt_of(())
                 found = await scores_of(client, text, f"canary-{version}")
                 np.testing.assert_allclose(found[1:], scored(policy, text, ())[0], atol=3e-5, rtol=0)
+                await check_sample(client, policy, f"after-{version}")
+    publisher.close()
+
+
+@pytest.mark.slow
+@needs_vllm
+async def test_an_adapter_beside_the_language_model_is_computed_with_images(tmp_path):
+    directory, lora = save(build("qwen3_vl", 0), tmp_path / "model"), LoRASection(rank=4, alpha=8.0)
+    ImageProcessor(patch_size=4, min_pixels=64, max_pixels=4096).save(directory)
+    publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
+    flags = ("--policy-lora.rank", "4", "--policy-lora.alpha", "8")
+    with serve("vllm", directory, tmp_path / "log", *flags, start=subprocess.Popen) as (url, _):
+        async with EngineClient([url], timeout_s=120) as client:
+            await client.wait_ready(240)
+            assert "computes it beside its weights" in (tmp_path / "log").read_text()
+            for version in (1, 2):
+                policy = build("qwen3_vl", 0)
+                attach_adapters(policy, lora)
+                generator = torch.Generator().manual_seed(version)
+                for parameter in policy.parameters():
+                    if parameter.requires_grad:
+                        parameter.data.normal_(0, 0.2, generator=generator)
+                manifest = publisher.publish(version, Adapter.of(policy).tensors())
+                await client.update_weights(msgspec.structs.replace(manifest, adapter=AdapterInfo(4, 2.0)))
                 await check_sample(client, policy, f"after-{version}")
     publisher.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from runs import Ended, rl, start, start_rl, until, untrained_model, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
+from stretto.ledger.reader import LedgerReader
 
 NUM_STEPS = 8
 
@@ -141,6 +143,28 @@ def test_the_training_of_any_run_is_repeated_to_the_bit(finished_first: Ended, t
     assert code == 0 and "NO DIFFERENCE in 2 steps of training" in output, output
     code, output = wait(start("replay", [str(run), "--steps", "1", "--trainer.optim.lr", "1e-3"], tmp_path))
     assert code == 1 and "FIRST DIFFERENCE at step 1: metric, optim/lr" in output, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["tokens", "environments"])
+def test_batches_of_any_number_of_groups_are_repeated(model: Path, tmp_path: Path, what: str) -> None:
+    pytest.importorskip("stretto_review")
+    settings = delayed(model, 2, deterministic=False, max_steps=6)
+    settings["orchestrator"]["env"] += [{"id": "envs:Delayed", "name": "pairs", "group_size": 2}]
+    if what == "tokens":
+        settings["orchestrator"]["token_batch_size"] = 1000
+    run = play(tmp_path / "first", settings).run
+    with LedgerReader(run) as ledger:
+        rows = ledger.rows("SELECT step, group_id, count(*) AS num FROM live_rollouts GROUP BY step, group_id")
+    groups = Counter(row["step"] for row in rows)
+    assert len({row["num"] for row in rows}) > 1, "groups are of several sizes"
+    assert what != "tokens" or max(groups.values()) < 8, f"batches end with their tokens: {groups}"
+    code, output = wait(start("replay", [str(run)], tmp_path))
+    assert code == 0 and "NO DIFFERENCE in 6 steps of training" in output, output
+    code, output = wait(start("replay", [str(run), "--bundle", "4", "--out", str(tmp_path / "a.bundle")], tmp_path))
+    assert code == 0, output
+    code, output = wait(start("replay", [str(tmp_path / "a.bundle")], tmp_path))
+    assert code == 0 and "NO DIFFERENCE in 1 step of training" in output, output
 
 
 @pytest.mark.slow

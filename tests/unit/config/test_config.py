@@ -436,6 +436,18 @@ def test_every_root_has_docs_for_every_key() -> None:
         assert not undocumented, (verb, undocumented)
 
 
+def test_changes_alone_are_warned_of_where_trainer_and_engines_share_a_machine(tmp_path, caplog):
+    path = tmp_path / "c.toml"
+    path.write_text('[weight_broadcast]\ntype = "collective"\n[weight_broadcast.delta]\n[inference]\n' + ENV)
+    load(RLConfig, ["@", str(path)])
+    [record] = caplog.records
+    assert record.message.startswith(f"warning: {path}:3: [weight_broadcast.delta]: trainer and engines are on one")
+    caplog.clear()
+    path.write_text('[weight_broadcast]\ntype = "collective"\n[inference]\n' + ENV)
+    load(RLConfig, ["@", str(path)])
+    assert not caplog.records
+
+
 def test_what_finishes_first_is_warned_of_where_the_rest_grows_too_old(tmp_path, caplog):
     path = tmp_path / "c.toml"
     path.write_text('[orchestrator]\nbatch_order = "finished"\nmax_off_policy_steps = 2\nmax_async_level = 2\n' + ENV)

@@ -31,9 +31,9 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         "[model.lora]\n[model.vlm]\nfreeze_vision_encoder = false\n" + ENV,
         ["c.toml:3, c.toml:1: model.vlm.freeze_vision_encoder = false with model.lora", "leave one of them out"],
     ),
-    "an adapter that engines have no room for": (
-        "[model.lora]\nrank = 32\n[inference.lora]\ncompute_policy = true\n" + ENV,
-        ["c.toml:2: model.lora.rank = 32 with inference.lora.compute_policy = true", "raise it to 32"],
+    "an adapter that the embedded engine would merge": (
+        '[model.lora]\n[inference]\nengine = "embedded"\n[inference.lora]\ncompute_policy = false\n' + ENV,
+        ["inference.lora.compute_policy = false does nothing with inference.engine", "always computes it"],
     ),
     "an adapter that nobody trains": (
         "[inference.lora]\ncompute_policy = true\n" + ENV,

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from stretto.models.hub import export_tensors
 from stretto.models.tracing.tracer import Tracer
 from stretto.records.generate import VersionSpan
 from stretto.transports.engine.api import Refusal
+from stretto.transports.weights import receive
 from stretto.transports.weights.filesystem import FilesystemPublisher
 
 MODEL = build_model()
@@ -138,6 +140,54 @@ async def test_an_update_reaches_a_busy_engine_and_loses_no_request(tmp_path):
                 assert first == VersionSpan(0, 0, first.end) and second == VersionSpan(1, first.end, 150)
         fresh = await engine.generate(ask("new", [2, 3]))
     assert bits(fresh.completions[0]) == bits(run(build_core(other), ask("new", [2, 3]))[0][0])
+
+
+async def test_the_engine_decodes_while_weights_are_on_their_way(tmp_path, monkeypatch):
+    """The receiver returns only when 30 tokens more were streamed: an engine that stands still meanwhile gives none."""
+    manifest = FilesystemPublisher(tmp_path, keep_versions=2).publish(1, export_tensors(build_model(seed=1)))
+    is_read, are_tokens_there, count = threading.Event(), threading.Event(), 0
+
+    def slow_receive(*args, **kwargs):
+        tensors = receive(*args, **kwargs)
+        is_read.set()
+        assert are_tokens_there.wait(20), "the engine stood still"
+        return tensors
+
+    monkeypatch.setattr("stretto.inference.embedded.engine.receive", slow_receive)
+    async with running(build_engine(build_model())) as engine:
+        ticket = engine.submit(ask("r", [2, 3], **LONG), is_streamed=True)
+        update, read_at = None, 0
+        async for tokens in engine.stream(ticket):
+            count += len(tokens)
+            update = update or asyncio.create_task(engine.update(manifest))
+            read_at = read_at or is_read.is_set() * count
+            if read_at and count >= read_at + 30:
+                are_tokens_there.set()
+        await update
+        first, second = ticket.future.result().completions[0].versions
+    assert first.end >= read_at + 30 and (second.version, second.end) == (1, 150)
+
+
+async def test_what_is_received_for_a_caller_that_left_is_loaded_and_closed(tmp_path, monkeypatch):
+    manifest = FilesystemPublisher(tmp_path, keep_versions=2).publish(1, export_tensors(build_model(seed=1)))
+    may_go_on, closed = threading.Event(), []
+
+    def slow_receive(*args, **kwargs):
+        assert may_go_on.wait(20)
+        tensors = receive(*args, **kwargs)
+        close = tensors.close
+        monkeypatch.setattr(tensors, "close", lambda: closed.append(close()))
+        return tensors
+
+    monkeypatch.setattr("stretto.inference.embedded.engine.receive", slow_receive)
+    async with running(build_engine(build_model())) as engine:
+        task = asyncio.create_task(engine.update(manifest))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may_go_on.set()
+        await until(lambda: engine.core.version == 1 and closed)
 
 
 async def test_weights_of_another_model_are_refused_and_nothing_changes(tmp_path):

@@ -237,16 +237,29 @@ def test_what_a_model_is_decides_whether_its_samples_are_packed_by_what_they_sha
     assert reason is None if word is None else word in (reason or "")
 
 
-def test_what_an_adapter_loses_in_bfloat16_is_said_where_it_is_merged(config) -> None:
+def test_what_an_adapter_loses_in_bfloat16_is_said_where_it_is_merged(config, tmp_path) -> None:
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "config.json").write_text('{"model_type": "qwen3"}')
+    name = ["--model.name", str(tmp_path / "served")]
     keys = ["--model.lora.rank", "4", "--inference.engine", "vllm", "--inference.dtype", "bfloat16"]
+    merged = ["--inference.lora.compute-policy", "false"]
 
-    def is_said(*keys: str) -> bool:
-        return any("inference.lora.compute_policy" in note for note in planned(config(*keys)).notes)
+    def said(*keys: str) -> list[str]:
+        return [note for note in planned(config(*name, *keys)).notes if "merges the adapter" in note]
 
-    assert is_said(*keys)
-    assert not is_said(*keys[2:])
-    assert not is_said(*keys[:-1], "float32")
-    assert not is_said(*keys, "--inference.lora.compute-policy")
+    assert said(*keys) == []  # vLLM computes it
+    [note] = said(*keys, *merged)
+    assert "under the last bit of a weight are lost: inference.lora.compute_policy = false" in note
+    [note] = said(*keys[:-1], "float32", *merged)
+    assert "in float32 nothing is lost" in note
+    [note] = said(*keys, "--model.lora.rank", "1024")
+    assert "ranks up to 512" in note
+    assert said(*keys[2:]) == [] and said(*keys[:2]) == []
+    (tmp_path / "served" / "config.json").unlink()
+    [note] = said(*keys)
+    assert "the model is not here" in note
+    [note] = said(*keys[:2], "--no-inference")
+    assert "--policy-lora.rank 4" in note
 
 
 def test_without_inference_no_engine_is_started(config) -> None:

@@ -614,7 +614,7 @@ def test_a_plain_rollout_function_runs_in_a_thread_and_takes_tasks_from_there(ho
 
     async def main():
         slots = iter(Slot(n, Task(env="e", task_id=str(n), data={"label": "x"}), version=3) for n in range(5))
-        source = DataSource(lambda _: next(slots), 2, asyncio.get_running_loop())
+        source = DataSource(lambda *_: next(slots), 2, asyncio.get_running_loop())
         hook = Hook.load(named["rollout_function"], "hooks.rollout_function", 3)
         function = UserRolloutFunction(hook, Arguments(bonus=2, reward_key="a"), SamplingSection(temperature=0.5), 64)
         return await function.play(0, source, lambda: 3)

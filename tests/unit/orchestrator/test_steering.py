@@ -77,7 +77,7 @@ def test_a_steered_run_is_nearly_as_fast_as_the_best_level_and_no_slower_than_th
     times = {level: time_to(worth, goal) for level, worth in fixed.items()}
     trainer, loop = run(tmp_path / "steered", seed, 1, {}, **TASKS[name])
     took = time_to(trainer.worth, goal)
-    assert took <= 1.15 * min(times.values()) and took <= 1.05 * times[1]
+    assert took <= 1.1 * min(times.values()) and took <= 1.05 * times[1]
     assert decisions(loop) and not audit(loop.parts.run_dir)
 
 
@@ -132,6 +132,31 @@ def test_waits_say_how_far_to_go():
 def test_a_low_effective_sample_size_lowers_the_level_whatever_the_speed():
     levels = steer(Steering(SteeringSection(), 8), lambda level: 0.9, speed=lambda level: 100.0 * level, ess=0.3)
     assert set(levels[120:]) == {1}
+
+
+def test_levels_that_should_be_below_the_least_effective_sample_size_are_passed_over():
+    up, down = Steering(SteeringSection(), 1), Steering(SteeringSection(), 8)
+    for step in range(1, 31):
+        for steering in (up, down):
+            aged = {"ess/tokens": 0.86**steering.level}  # 0.5 at level 4.6
+            steering.add_step(step, float(step), 100.0 * steering.level, aged, 0.9)
+        assert up.level in (1, 4), "neither 6 nor 8 is tried"
+    assert down.level == 4, "6 is passed over"
+
+
+def test_unequal_steps_condemn_hardly_ever_a_level_that_is_faster():
+    """Level 8 is 4.5 times as fast as level 1, of which only four steps were measured, by chance short ones."""
+    num_lowered = 0
+    for seed in range(200):
+        steering, rng, now = Steering(SteeringSection(), 1), random.Random(seed), 0.0
+        for step in range(1, 120):
+            took = rng.lognormvariate(0.0, 1.0) * 2 / (steering.level + 1)
+            now, before = now + took, steering.level
+            steering.add_step(step, now, 100.0, {"ess/tokens": 1.0}, 0.9 * took)
+            if steering.level < before:
+                num_lowered += 1
+                break
+    assert num_lowered <= 2
 
 
 def test_the_ladder_has_both_bounds():

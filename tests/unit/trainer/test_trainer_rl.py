@@ -76,15 +76,20 @@ def run_trainer(cfg, interrupt) -> None:
         Trainer(cfg, interrupt, stack).run()
 
 
-async def orchestrate(cfg, *, resume_step=None, batches=batch_of, stop_after=None, interrupt_after=None) -> Seen:
-    """Play the orchestrator until the trainer, in a thread, ends."""
+async def orchestrate(
+    cfg, *, resume_step=None, batches=batch_of, stop_after=None, interrupt_after=None, stop_at_step=None
+) -> Seen:
+    """Play the orchestrator until the trainer, in a thread, ends.
+
+    stop_after, interrupt_after: a version; stop_at_step: a step, whose version need not be sent.
+    """
     run, seen, interrupt = cfg.run_dir, Seen(), StopFlag()
     server = ControlServer(cfg.control, "run", load_secret(cfg.run_dir), resume_step=resume_step)
     sender = build_sender(cfg.rollout_transport, run, 1, server.sessions)
     await server.open()
     await sender.open()
     training = asyncio.create_task(asyncio.to_thread(run_trainer, cfg, interrupt))
-    last = stop_after or interrupt_after or cfg.max_steps
+    last = stop_after or interrupt_after or stop_at_step or cfg.max_steps
 
     async def ship():
         await server.wait_registered(TIMEOUT_S)
@@ -109,6 +114,8 @@ async def orchestrate(cfg, *, resume_step=None, batches=batch_of, stop_after=Non
                     await server.send(CheckpointComplete(step=step))
                 case StepDone(step=step, metrics=metrics):
                     seen.metrics[step] = metrics
+                    if step == stop_at_step:
+                        await server.send(Stop(reason="test"))
                 case Bye() | Failed():
                     return
 
@@ -300,6 +307,27 @@ async def test_a_resumed_run_publishes_the_same_bits(straight):
     assert resumed.error is None
     assert resumed.versions == {version: seen.versions[version] for version in (2, 3, 4)}
     assert "CheckpointSaved" in resumed.messages
+
+
+@pytest.mark.heavy
+async def test_engines_get_every_third_version_and_the_last(tmp_path, straight):
+    broadcast = {"type": "filesystem", "interval": 3}
+    seen = await orchestrate(build_config(tmp_path, weight_broadcast=broadcast))
+    assert seen.error is None and list(seen.versions) == [0, 3, 4]
+    assert seen.versions == {version: straight[1].versions[version] for version in (0, 3, 4)}
+    assert len(seen.metrics) == 4, "every step is reported"
+
+
+@pytest.mark.heavy
+async def test_a_run_that_is_resumed_or_stopped_between_two_versions_gives_what_it_has(tmp_path, straight):
+    broadcast = {"type": "filesystem", "interval": 3}
+    cfg = build_config(tmp_path, weight_broadcast=broadcast, max_steps=9)
+    stopped = await orchestrate(cfg, stop_at_step=2)
+    assert stopped.error is None and list(stopped.versions) == [0, 2]
+    cfg = build_config(tmp_path, weight_broadcast=broadcast, max_steps=4, resume={"step": 2})
+    resumed = await orchestrate(cfg, resume_step=2)
+    assert resumed.error is None and list(resumed.versions) == [2, 3, 4]
+    assert resumed.versions[2] == stopped.versions[2] == straight[1].versions[2]
 
 
 @pytest.mark.heavy

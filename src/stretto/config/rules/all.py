@@ -17,6 +17,7 @@ DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (OrchestratorKeys, batches.short_rollouts_first),
     (OrchestratorKeys, batches.limit_never_reached),
     (RLConfig, run.budget_saves),
+    (RLConfig, machines.changes_within_a_machine),
     (SFTConfig, run.budget_saves),
     (AdamWOptim, learning.high_rate),
     (RouterSection, engine.stand_in_router),

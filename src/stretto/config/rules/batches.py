@@ -241,6 +241,33 @@ def asynchrony(s: OrchestratorKeys, at: At) -> Problems:
         )
 
 
+def update_interval(s: OrchestratorSection, at: At) -> Problems:
+    """Engines get the versions for which batches and evals wait."""
+    every, levels = at("weight_broadcast.interval"), at("max_async_level")
+    interval, level = s.weight_broadcast.interval, s.max_async_level
+    if s.steering is not None and level:
+        levels, level = at("steering.min_level"), s.steering.min_level
+    if interval > level + 1:
+        yield Problem(
+            (every, levels),
+            f"{every} leaves a batch waiting for weights that no engine gets: it may be {levels.path} + 1 = {level + 1}"
+            f" at most; lower it{'' if s.colocate else f', or set {levels.path} = {interval - 1}'}",
+        )
+    if s.eval is None:
+        return
+    own = {f"eval.env.{index}.interval": env.interval for index, env in enumerate(s.eval.env)}
+    for path, steps in ({"eval.interval": s.eval.interval} | own).items():
+        if steps is not None and steps % interval:
+            rule = f"{at(path)} is the eval of a version that no engine gets, with {every}"
+            yield Problem((at(path), every), f"{rule}; use {_near(steps, interval)}, or another multiple")
+
+
+def _near(steps: int, interval: int) -> str:
+    """The multiples of an interval below and above."""
+    low = steps // interval * interval
+    return " or ".join(str(each) for each in (low, low + interval) if each)
+
+
 def environments(s: OrchestratorKeys, at: At) -> Problems:
     """There is something to train on."""
     envs = at("env")
@@ -364,6 +391,10 @@ def clock(c: RLConfig | OrchestratorConfig, at: At) -> Problems:
             f"{key} makes batches of whatever is done first, and {switch} allows no such thing; leave one of them out"
         )
         yield Problem((key, switch), rule)
+    saved, every = at("ckpt.interval" if isinstance(c, RLConfig) else "sync_interval"), at("weight_broadcast.interval")
+    if saved.held is not None and saved.held % every.held:
+        rule = f"{saved}: with {switch} the next batch waits for its weights, and with {every} no engine gets them"
+        yield Problem((saved, every), f"{rule}; use {_near(saved.held, every.held)}, or another multiple")
     service = at("service")
     if c.service is not None:
         rule = f"{service.path}: on a service the requests of others decide about its batches, against {switch}"
@@ -430,5 +461,5 @@ RULES: Rules = {
         environments,
         tokens_to_train,
     ),
-    OrchestratorSection: (reply_length, shared_memory),
+    OrchestratorSection: (reply_length, shared_memory, update_interval),
 }

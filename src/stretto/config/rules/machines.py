@@ -477,20 +477,24 @@ def mapped_memory(c: RLConfig, at: At) -> Problems:
             yield Problem((wire, at(path)), what)
 
 
-def policy_adapter(c: RLConfig, at: At) -> Problems:
-    """vLLM's LoRA kernels have room for the adapter that the run trains."""
-    served = None if c.inference is None else c.inference.lora
-    trained, key = c.model.lora, at("inference.lora.compute_policy")
-    if served is None or not served.compute_policy:
-        return
-    if trained is None:
-        yield from idle(
-            at, "inference.lora.compute_policy", "model.lora", "add [model.lora]", why="no adapter is trained"
+def changes_within_a_machine(c: RLConfig, at: At) -> Problems:
+    """Sending only changes costs more than sending all weights where they do not leave the machine."""
+    changes, wire = at("weight_broadcast.delta"), c.weight_broadcast
+    if wire.delta is not None and c.inference is not None and c.deployment.type == "single_node":
+        yield Problem(
+            changes,
+            f"[{changes.path}]: trainer and engines are on one machine, where finding and applying changes takes "
+            "longer than copying all weights does; leave it out",
         )
-        return
-    rank, most = at("model.lora.rank"), at("inference.lora.max_lora_rank")
-    if trained.rank > served.max_lora_rank:
-        yield Problem((rank, most), f"{rank} with {key}: {most} allows no more; raise it to {trained.rank}")
+
+
+def policy_adapter(c: RLConfig, at: At) -> Problems:
+    """How engines compute the run's adapter is said only where there is one, and vLLM may be the engine."""
+    key = "inference.lora.compute_policy"
+    if c.model.lora is None:
+        yield from idle(at, key, "model.lora", "add [model.lora]", why="no adapter is trained")
+    elif c.inference is not None and c.inference.engine == "embedded" and at(key).held is False:
+        yield from idle(at, key, "inference.engine", why="the embedded engine always computes it beside its weights")
 
 
 def drafted_sampling(c: RLConfig, at: At) -> Problems:

@@ -22,6 +22,7 @@ REFUSED = {
     "model.tp": SPREAD,
     "model.sequence_parallel": SPREAD,
     "model.scratch": "the service has one model; name it as model.name",
+    "weight_broadcast.interval": "the service samples with every version; leave it out",
     "colocate": "the service has the devices; leave it out",
     "slurm": ON_THIS_MACHINE,
     "ray": ON_THIS_MACHINE,
@@ -108,6 +109,10 @@ def shared_backbone(c: ServeConfig, at: At) -> Problems:
     compiled, lora = at("model.compile"), at("model.lora")
     if compiled.held is not None:
         yield Problem(compiled, f"[{compiled.path}]: layers of a service change with its runs; leave it out")
+    policy = at("inference.lora.compute_policy")
+    if policy.held is True:
+        what = "a service's engines have its runs' adapters by name, and no policy's; leave it out"
+        yield Problem(policy, f"{policy}: {what}")
     if lora.held is not None:
         bound = "service.max_lora_rank bounds its rank; leave it out"
         yield Problem(lora, f"[{lora.path}]: each run of a service brings its own adapter, and {bound}")

@@ -22,6 +22,8 @@ from stretto.config.sections.engines import (
 from stretto.config.sections.model import Dtype
 from stretto.config.sections.monitors import LogSection
 
+MAX_LORA_RANK = 512
+"""The largest rank for which vLLM has kernels."""
 SERVED_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -99,15 +101,18 @@ class ServedAdaptersSection(Section):
     """LoRA adapters that are loaded beside the model while it is served, by /v1/load_lora_adapter. vLLM needs room for
     them from the start; the embedded engine serves them also without this section, as many as are loaded."""
 
-    max_loras: int = Field(8, gt=0)
-    """Adapters that may be loaded at a time."""
-    max_lora_rank: int = Field(16, gt=0, le=512)
-    """Largest rank; vLLM takes the next of 8, 16, 32, 64, 128, 256, 320, 512."""
+    max_loras: int = Field(8, ge=0)
+    """Adapters with names that may be loaded at a time, besides the one that the run trains; 0: none."""
+    max_lora_rank: int = Field(16, gt=0, le=MAX_LORA_RANK)
+    """Largest rank; vLLM takes the next of 8, 16, 32, 64, 128, 256, 320, 512. It has room for the rank of the adapter
+    that the run trains in any case."""
     target_modules: tuple[str, ...] = Field(SERVED_LORA_TARGETS, min_length=1)
-    """Layers that adapters in vLLM may have. `experts` is served on GPUs only."""
-    compute_policy: bool = False
+    """Layers that adapters in vLLM may have, besides those of the adapter that the run trains. `experts` is served on
+    GPUs only."""
+    compute_policy: bool | Literal["auto"] = "auto"
     """Let vLLM's LoRA kernels compute the adapter of [model.lora] beside the weights. False: vLLM merges it into the
-    weights, which rounds it to their type. The embedded engine always computes it."""
+    weights, which rounds it to their type. `auto`: vLLM computes it wherever its kernels are known to, else merges it,
+    and a dry run says why. The embedded engine always computes it."""
 
 
 SPECULATIVE = ("speculative_config", "spec_method", "spec_model", "spec_tokens")

@@ -351,7 +351,7 @@ class SteeringSection(Section):
     effective: Literal["tokens", "rollouts"] = "tokens"
     """Whose effective sample size counts: `ess/tokens`, or `ess/rollouts`, which falls much faster with age."""
     min_ess: float = Field(0.5, ge=0, lt=1)
-    """Below this effective sample size the level is lowered, whatever the speed."""
+    """Below this effective sample size the level is lowered, whatever the speed; one that should be is not tried."""
     retry: int = Field(8, ge=1)
     """Decisions after which a level that did not earn its gain is tried again; twice as many after each failure."""
 

@@ -49,6 +49,9 @@ class DeltaSection(Section):
 class WeightsSection(Section):
     """Keys of all weight transports: checks of what engines received, and sending only changes."""
 
+    interval: int = Field(1, gt=0)
+    """Steps between two versions that engines get, at most max_async_level + 1: with 4 they sample with versions 0, 4,
+    8, ... and with the last one. Larger: fewer updates, older tokens."""
     delta: DeltaSection | None = None
     """Send only the elements that changed; None: all weights every time."""
     engine_model: str | None = None
@@ -66,6 +69,11 @@ class WeightsSection(Section):
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest mean difference of logprobs, nats; None: 0.001 if trainer and engine compute in float32, else 0.3; with
     engines in 8 bits what their rounding explains, which the trainer measures, if that is more."""
+
+    def is_sent(self, version: int, *, end: int | None) -> bool:
+        """Whether engines get `version`: each interval's, and the last (`end`). They also get what a start begins with,
+        and what a run has when it is stopped."""
+        return version % self.interval == 0 or version == end
 
 
 class ShmWeights(WeightsSection):

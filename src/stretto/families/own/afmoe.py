@@ -64,7 +64,7 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 AFMOE = Family(
     name="afmoe",
-    traits=Traits(vllm=VllmTraits(has_own_head=True)),
+    traits=Traits(vllm=VllmTraits(has_own_head=True, adapts=True)),
     architecture="AfmoeForCausalLM",
     constants={"attention_gate": AttentionGate("gate_proj", "sigmoid"), "has_post_norms": True},
     keys=ATTENTION_BIAS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stretto.families.family import ATTENTION_BIAS, Family, Keys, WeightRule
-from stretto.families.traits import Implied, Traits
+from stretto.families.traits import Implied, Traits, VllmTraits
 
 _NO_WINDOW = {"use_sliding_window": False}
 _QWEN3_0_6B = {
@@ -15,7 +15,7 @@ _MLP = "model.layers.{layer}.mlp"
 
 LLAMA = Family(
     name="llama",
-    traits=Traits(renderer="llama-3", implied=Implied(has_qk_norm=False)),
+    traits=Traits(renderer="llama-3", vllm=VllmTraits(adapts=True), implied=Implied(has_qk_norm=False)),
     architecture="LlamaForCausalLM",
     constants={"has_qk_norm": False},
     keys=ATTENTION_BIAS | {"mlp_bias": ("mlp_bias", False)},
@@ -23,7 +23,7 @@ LLAMA = Family(
 
 QWEN2 = Family(
     name="qwen2",
-    traits=Traits(implied=Implied(has_qk_norm=False, has_qkv_bias=True)),
+    traits=Traits(vllm=VllmTraits(adapts=True), implied=Implied(has_qk_norm=False, has_qkv_bias=True)),
     architecture="Qwen2ForCausalLM",
     constants={"has_qk_norm": False, "qkv_bias": True},
     to_hf=lambda cfg: dict(_NO_WINDOW),
@@ -35,6 +35,7 @@ QWEN3 = Family(
     traits=Traits(
         renderer="qwen3",
         packs_in_transformers=True,
+        vllm=VllmTraits(adapts=True),
         implied=Implied(has_qk_norm=True),
         public={"Qwen/Qwen3-0.6B": _QWEN3_0_6B},
     ),
@@ -47,6 +48,7 @@ QWEN3 = Family(
 
 GLM4 = Family(
     name="glm4",
+    traits=Traits(vllm=VllmTraits(adapts=True)),
     architecture="Glm4ForCausalLM",
     constants={"has_qk_norm": False, "has_post_norms": True},
     keys=Keys(qkv_bias=("attention_bias", True)),

@@ -48,7 +48,7 @@ GLM4_MOE = Family(
     traits=Traits(
         renderer="glm-4.5",
         packs_in_transformers=True,
-        vllm=VllmTraits(has_own_head=True),
+        vllm=VllmTraits(has_own_head=True, adapts=True),
         implied=Implied(expert_scores="sigmoid", has_shared_gate=False),
     ),
     architecture="Glm4MoeForCausalLM",

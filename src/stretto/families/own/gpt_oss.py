@@ -61,6 +61,7 @@ GPT_OSS = Family(
         undivided_heads="has a sink in every head",
         vllm=VllmTraits(
             has_own_head=True,
+            adapts_experts=False,
             cpu_fault="computes other log-probabilities than the model, by 0.003 nats, with the experts of gpt_oss",
         ),
         implied=Implied(expert_scores="softmax", has_qk_norm=False),

@@ -22,7 +22,7 @@ from stretto.families.family import (
 )
 from stretto.families.rope_keys import parse_rope, rope_to_hf
 from stretto.families.shape import AttentionGate, LayerAttention, ModelConfig, MoEShape
-from stretto.families.traits import Traits
+from stretto.families.traits import Traits, VllmTraits
 
 _ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
@@ -76,7 +76,7 @@ def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 LAGUNA = Family(
     name="laguna",
-    traits=Traits(renderer="laguna-xs.2", packs_in_transformers=True),
+    traits=Traits(renderer="laguna-xs.2", packs_in_transformers=True, vllm=VllmTraits(adapts=True)),
     architecture="LagunaForCausalLM",
     keys=ATTENTION_BIAS,
     fields=_fields,

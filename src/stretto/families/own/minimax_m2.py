@@ -39,7 +39,7 @@ MINIMAX_M2 = Family(
         renderer="minimax-m2",
         undivided_heads="normalises the queries of all heads together",
         packs_in_transformers=True,
-        vllm=VllmTraits(has_own_head=True),
+        vllm=VllmTraits(has_own_head=True, adapts=True),
         implied=Implied(expert_scores="sigmoid", has_shared_gate=False),
     ),
     architecture="MiniMaxM2ForCausalLM",

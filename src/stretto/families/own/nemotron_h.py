@@ -139,6 +139,7 @@ NEMOTRON_H = Family(
         is_recurrent=True,
         vllm=VllmTraits(
             has_own_head=True,
+            adapts_experts=False,
             cpu_fault="has no experts without gates, as those of nemotron_h are",
             cpu_fault_key="n_routed_experts",
         ),

@@ -16,7 +16,7 @@ from stretto.families.own.dense import QWEN3
 from stretto.families.own.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from stretto.families.own.qwen3_moe import QWEN3_MOE
 from stretto.families.shape import ModelConfig, Rope, VisionShape
-from stretto.families.traits import Implied, Traits
+from stretto.families.traits import Implied, Traits, VllmTraits
 
 _NESTED = ("text_config", "vision_config")
 _VISION_KEYS = Keys(
@@ -161,7 +161,7 @@ QWEN3_VL = _with_vision(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
     has_deepstack=True,
-    traits=Traits(renderer="qwen3-vl", has_vision=True, implied=QWEN3.traits.implied),
+    traits=Traits(renderer="qwen3-vl", has_vision=True, vllm=VllmTraits(adapts=True), implied=QWEN3.traits.implied),
     **_QWEN3 | {"defaults": {"head_dim": 128, "rope_theta": 500_000.0}},
 )
 
@@ -170,7 +170,13 @@ QWEN3_VL_MOE = _with_vision(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
     has_deepstack=True,
-    traits=Traits(renderer="qwen3-vl", has_vision=True, may_be_transposed=True, implied=Implied(has_qk_norm=True)),
+    traits=Traits(
+        renderer="qwen3-vl",
+        has_vision=True,
+        may_be_transposed=True,
+        vllm=VllmTraits(adapts_experts=False),
+        implied=Implied(has_qk_norm=True),
+    ),
     **_QWEN3,
 )
 

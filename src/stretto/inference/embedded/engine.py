@@ -45,6 +45,7 @@ from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.engine import api
 from stretto.transports.engine.api import EngineStopping, Refusal
 from stretto.transports.weights import receive
+from stretto.transports.weights.layout import Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,8 @@ class Engine:
         self._drain_waiters: list[asyncio.Future[None]] = []
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
+        self._receiving = ThreadPoolExecutor(1, thread_name_prefix="engine-receive")  # one version after the other
+        self._updates: set[asyncio.Task[None]] = set()
 
     def submit(self, spec: GenerateRequest, *, is_streamed: bool = False) -> Ticket:
         """Queue a request.
@@ -172,6 +175,9 @@ class Engine:
     async def update(self, manifest: WeightManifest, group: WeightGroup | None = None) -> None:
         """Load new weights between two steps; running requests continue with them.
 
+        They are received and verified while steps run; the engine stands still for the copy alone. Only weights that
+        are received on a GPU have no place beside those in use, and travel while it stands still.
+
         Raises: Refusal if they do not fit the model, WireError if they cannot be read; in both cases nothing has
         changed.
         """
@@ -180,43 +186,61 @@ class Engine:
         reason = self.core.weights_refusal_reason(manifest)
         if reason is not None:
             raise Refusal(reason)
+        # It goes on if the caller leaves: what was received has to be closed.
+        task = asyncio.create_task(self._update(manifest, group))
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
+        await asyncio.shield(task)
+
+    async def _update(self, manifest: WeightManifest, group: WeightGroup | None) -> None:
+        started = time.perf_counter()
+        device, info = self.core.cache.device, manifest.adapter
+
+        def read() -> tuple[Receiver, Adapter | None]:
+            tensors = receive(manifest, group, device=device)
+            if info is None:
+                return tensors, None
+            with tensors:
+                copies = ((name, tensor.to(device, copy=True)) for name, tensor in tensors)
+                return tensors, Adapter.from_tensors(copies, info.rank, info.scaling)
+
+        tensors, adapter = await asyncio.get_running_loop().run_in_executor(self._receiving, read)
 
         def load() -> None:
-            device = self.core.cache.device
-            with receive(manifest, group, device=device) as tensors:
-                if (info := manifest.adapter) is not None:
-                    copies = ((name, tensor.to(device, copy=True)) for name, tensor in tensors)
-                    adapter = Adapter.from_tensors(copies, info.rank, info.scaling)
-                    tensors.check_unchanged()
-                    self.core.load_adapter(info.name, adapter, manifest.version)
-                    return
-                num_loaded = 0
+            if info is not None and adapter is not None:
+                self.core.load_adapter(info.name, adapter, manifest.version)
+                return
+            num_loaded = 0
 
-                def counted() -> Iterator[tuple[str, Tensor]]:
-                    nonlocal num_loaded
-                    for pair in tensors:
-                        num_loaded += 1
-                        yield pair
+            def counted() -> Iterator[tuple[str, Tensor]]:
+                nonlocal num_loaded
+                for pair in tensors:
+                    num_loaded += 1
+                    yield pair
 
-                try:
-                    self.core.load_weights(manifest.version, counted())
-                    tensors.check_unchanged()
-                except Exception as error:
-                    if not num_loaded:  # the old weights are complete
-                        raise
-                    message = f"version {manifest.version} was loaded in part: {error}"
-                    raise _PartialLoadError(message) from error
+            try:
+                self.core.load_weights(manifest.version, counted())
+                tensors.check_unchanged()
+            except Exception as error:
+                if not num_loaded:  # the old weights are complete
+                    raise
+                message = f"version {manifest.version} was loaded in part: {error}"
+                raise _PartialLoadError(message) from error
 
         async def command() -> None:
-            started = time.perf_counter()
+            stopped = time.perf_counter()
+            if self.core.are_weights_away:
+                raise Refusal("the engine was put to sleep while the weights were on their way", 409)
             await self._in_thread(load)
-            elapsed_s = time.perf_counter() - started
+            now = time.perf_counter()
             self.metrics.num_updates += 1
-            self.metrics.update_s += elapsed_s
-            message = "loaded version=%d in %.1f ms, running=%d waiting=%d"
-            logger.info(message, manifest.version, elapsed_s * 1e3, *self.core.scheduler.num_requests)
+            self.metrics.update_s += now - stopped
+            message = "loaded version=%d in %.1f ms, %.1f after it was there, running=%d waiting=%d"
+            counts = self.core.scheduler.num_requests
+            logger.info(message, manifest.version, (now - started) * 1e3, (now - stopped) * 1e3, *counts)
 
-        await self._between_steps(command)
+        with contextlib.closing(tensors):
+            await self._between_steps(command)
 
     async def load_adapter(self, name: str, path: str, *, is_replacing: bool) -> None:
         """Serve the PEFT adapter in the directory `path` under a name.
@@ -355,6 +379,7 @@ class Engine:
         self._fail_all(EngineStopping("the engine is shutting down"))
         if self._tracer.is_tracing:  # it must end in the thread in which it was started
             self._thread.submit(self._tracer.close)
+        self._receiving.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=False, cancel_futures=not self._tracer.is_tracing)
 
     def _in_thread(self, work: Callable[[], Any]) -> asyncio.Future[Any]:

@@ -21,6 +21,7 @@ from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.secret import Secret
 from stretto.check.devices import check_devices, check_drafts
+from stretto.check.vllm_adapters import chosen, served_file, why_merged
 from stretto.config.load import dump, write_json
 from stretto.config.root import EvalConfig, RLConfig
 from stretto.config.section import Section
@@ -134,7 +135,8 @@ class LaunchPlan:
                 f'trainer.memory_profiler_path = "{snapshots}": torch records the memory of GPUs only, and this '
                 "trainer has none; leave it out (`stretto plan` says what a run needs)"
             )
-        check_drafts(cfg, is_on_gpu=any(spec.devices for spec in processes if spec.role == "inference"))
+        is_on_gpu = any(spec.devices for spec in processes if spec.role == "inference")
+        check_drafts(cfg, is_on_gpu=is_on_gpu)
         on_cpu = {spec.role for spec in processes} - {spec.role for spec in processes if spec.devices}
         parts = {"teacher": "teacher_inference", **{role_of(name): f"models.{name}" for name, _ in started_models(cfg)}}
         check_devices(cfg, {parts.get(role, role) for role in on_cpu})
@@ -142,7 +144,7 @@ class LaunchPlan:
             *notes,
             *loss_notes(cfg),
             *clock_notes(cfg),
-            *adapter_notes(cfg),
+            *adapter_notes(cfg, is_on_gpu=is_on_gpu),
             *sharing_notes(cfg),
             *draft_notes(cfg),
         )
@@ -202,17 +204,24 @@ def draft_notes(cfg: RLConfig) -> Iterator[str]:
         )
 
 
-def adapter_notes(cfg: RLConfig) -> Iterator[str]:
-    """What merging an adapter into weights of bfloat16 loses."""
-    section = cfg.inference
-    if cfg.model.lora is None or section is None or section.engine != "vllm":
-        return
-    is_merged = section.lora is None or not section.lora.compute_policy
-    if is_merged and dtype_on(section.dtype, is_gpu=section.device != "cpu") == "bfloat16":
+def adapter_notes(cfg: RLConfig, *, is_on_gpu: bool) -> Iterator[str]:
+    """Why vLLM merges the run's adapter into its weights, and what that loses."""
+    section, lora = cfg.inference, cfg.model.lora
+    if lora is not None and section is None and cfg.service is None:
         yield (
-            "vLLM merges the adapter of [model.lora] into weights of bfloat16, and changes under the last bit of a "
-            "weight are lost; inference.lora.compute_policy = true computes it beside them"
+            "a vLLM that runs already merges the adapter of [model.lora] into its weights, unless it was started with "
+            f"`stretto inference --policy-lora.rank {lora.rank}`: then it computes it beside them, where it can"
         )
+    if lora is None or section is None:
+        return
+    is_cpu = section.device == "cpu" or not is_on_gpu
+    model = served_file(section, cfg.model)
+    if chosen(section, model, is_cpu=is_cpu) != "vllm":
+        return
+    if (reason := why_merged(section, lora, model, is_cpu=is_cpu)) is not None:
+        is_rounded = dtype_on(section.dtype, is_gpu=not is_cpu) == "bfloat16"
+        loss = "changes under the last bit of a weight are lost" if is_rounded else "in float32 nothing is lost"
+        yield f"vLLM merges the adapter of [model.lora] into its weights, {loss}: {reason}"
 
 
 def sharing_notes(cfg: RLConfig) -> Iterator[str]:

@@ -138,11 +138,13 @@ def table(plan: LaunchPlan) -> str:
     cfg = plan.config
     names = [env.name or env.id for env in cfg.orchestrator.env]
     envs = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    every = cfg.weight_broadcast.interval
+    rarely = "" if every == 1 else f", new weights every {every} steps"
     steps = "until stopped" if cfg.max_steps is None else f"{cfg.max_steps} steps"
     head = [
         f"run      {plan.run}" + (f" ({resume_text(cfg.resume)})" if cfg.resume is not None else ""),
         f"model    {cfg.model.name}" + (" (made from scratch)" if cfg.model.scratch is not None else ""),
-        f"trains   {envs}, {steps}, up to {cfg.orchestrator.max_async_level} ahead",
+        f"trains   {envs}, {steps}, up to {cfg.orchestrator.max_async_level} ahead{rarely}",
         f"batch    {plan.batch}",
         f"wires    rollouts {cfg.rollout_transport.type}, weights {cfg.weight_broadcast.type}",
         f"machine  {process.num_cores()} CPU cores, {len(process.visible_gpus())} GPUs",

@@ -106,7 +106,7 @@ class Evaluator:
         started, tasks = time.perf_counter(), [task for plan in self._plans for task in plan.tasks]
         numbers = itertools.count()
 
-        def draw(_: Task | None) -> Slot:
+        def draw(_: Task | None, __: int | None) -> Slot:
             number = next(numbers)
             return Slot(number, tasks[number % len(tasks)], version)
 

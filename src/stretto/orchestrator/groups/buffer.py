@@ -2,8 +2,9 @@
 
 Steps are counted from 1, policy versions from 0: step n trains on batch n and makes version n. A batch for
 step n may hold no rollout whose first token came from a version older than n-1-max_off_policy_steps. Batch n
-is not shipped before version n-1-max_async_level is loaded, so generation is at most max_async_level steps ahead
-of the trained weights.
+is not shipped before version n-1-max_async_level, or a newer one, is loaded, so generation is at most max_async_level
+steps ahead of the trained weights. If engines get every k-th version, k is at most max_async_level + 1: of any
+max_async_level + 1 versions in a row they get one, so the version for which a batch waits comes.
 
 A group holds a slot from its draw until the weights it was trained into are loaded on every engine; there are
 (max_async_level + 1) batches of slots. Its states:
@@ -154,6 +155,8 @@ class Bounds:
     is_deterministic: bool = False
     sync_interval: int | None = None
     """Steps after which a deterministic run waits for their weights before it plays on."""
+    update_interval: int = 1
+    """Steps between two versions that engines get."""
     first_version: int = 0
     """The version with which this incarnation of the run begins."""
 
@@ -175,7 +178,8 @@ class Bounds:
     def version_of(self, step: int) -> int:
         """The version that plays the batch of `step` in a deterministic run: the oldest that is allowed."""
         synchronised = (step - 1) // self.sync_interval * self.sync_interval if self.sync_interval else 0
-        return max(step - 1 - self.max_steps_ahead, synchronised, self.first_version)
+        oldest = max(step - 1 - self.max_steps_ahead, synchronised)
+        return max(-(-oldest // self.update_interval) * self.update_interval, self.first_version)
 
     def oldest_version(self, step: int) -> int:
         """The oldest version whose first tokens may be trained at `step`."""
@@ -196,6 +200,7 @@ class Buffer:
     num_replaced: int = 0  # zero-signal groups since the last batch
     num_rejected: int = 0  # groups that gates and filters rejected since the last batch
     max_running: int | None = None  # groups; set by adaptive concurrency
+    recorded_sizes: dict[int, int] = field(default_factory=dict)  # groups of batches that were recorded, by step
     pending_redraws: set[int] = field(default_factory=set)  # draws that a resumed run has yet to start again
     _num_by_state: dict[SlotState, int] = field(default_factory=lambda: dict.fromkeys(SlotState, 0))
     _num_added: int = 0
@@ -360,6 +365,7 @@ class Buffer:
             slot.step = step
             self._num_ended += 1
             self._move(slot, SlotState.SHIPPED)
+        self.recorded_sizes.pop(step, None)
         self.next_step += 1
         self.num_rejected = 0
         dropped = {slot: slot.rejected or DropReason.ZERO_SIGNAL for slot in discarded}
@@ -468,6 +474,8 @@ class Buffer:
     def _size_of_batch(self) -> int | None:
         """Number of groups of the next batch; None if too few are ready."""
         bounds, num_ready = self.bounds, self._num_by_state[SlotState.READY]
+        if (recorded := self.recorded_sizes.get(self.next_step)) is not None:
+            return recorded if num_ready >= recorded else None
         if bounds.tokens_per_batch is not None:
             num_fillers = num_ready - len(self._preferred)  # further ones have been replaced
             num_tokens = 0

@@ -9,8 +9,9 @@ advantages and batches work as in any run.
 A returned group is one of the data source, or one that the function made by itself, which takes the place of the next
 task. A member of a group is a sample, or a list of samples that come from one episode. A sample that cannot be trained
 makes its member a failed rollout with the reason. A group may also be a `records.rollout.Group` of a ledger, which is
-trained as it was recorded. If the function returns anything but groups, all groups that the call has taken fail. If an
-eval function returns something invalid, that eval is lost.
+trained as it was recorded. A call that returns a `RecordedBatch` gives the batch of its step, of however many groups.
+If the function returns anything but groups, all groups that the call has taken fail. If an eval function returns
+something invalid, that eval is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from stretto.orchestrator.groups.buffer import Slot
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import describe, failed_rollout
 from stretto.records.rollout import Group, Rollout, Task
-from stretto.vime import Arguments, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
+from stretto.vime import Arguments, RecordedBatch, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 from stretto.vime.calls import Hook
 from stretto.vime.convert import Render, has_failed, prompt_of, rollout_of, sample_number, trained_tokens
 from stretto.vime.engine import EngineRequests, requests_to_engines
@@ -52,7 +53,7 @@ class DataSource:
 
     def __init__(
         self,
-        draw: Callable[[Task | None], Slot],
+        draw: Callable[[Task | None, int | None], Slot],
         group_size: int,
         loop: asyncio.AbstractEventLoop,
         num_tasks: int | None = None,
@@ -70,12 +71,12 @@ class DataSource:
         groups = [self.put_back.pop(each) for each in list(self.put_back)[:num_samples]]
         return groups + [self._new_group() for _ in range(num_samples - len(groups))]
 
-    def draw_slot(self, task: Task | None = None) -> Slot:
+    def draw_slot(self, task: Task | None = None, num_members: int | None = None) -> Slot:
         """The slot of a group that a function made by itself, of the next task, or of this one.
 
-        Called in the event loop.
+        num_members: None for as many as the environment's groups have. Called in the event loop.
         """
-        slot = self._draw(task)
+        slot = self._draw(task, num_members)
         self.slots[slot.group_id] = slot
         return slot
 
@@ -105,7 +106,7 @@ class DataSource:
         except RuntimeError:
             is_in_loop = False
         if is_in_loop:
-            slot = self._draw(None)
+            slot = self._draw(None, None)
         else:
             slot = asyncio.run_coroutine_threadsafe(self._draw_in_loop(), self._loop).result()
         self.slots[slot.group_id] = slot
@@ -120,7 +121,7 @@ class DataSource:
         return members
 
     async def _draw_in_loop(self) -> Slot:
-        return self._draw(None)
+        return self._draw(None, None)
 
 
 @dataclass
@@ -135,6 +136,7 @@ class UserRolloutFunction:
     key: str | None = None  # the engines' API key
     max_support: int | None = None  # most tokens in a support, if top_p, top_k and min_p are replayed
     metrics: dict[str, float] = field(default_factory=dict)
+    is_recorded: bool = False  # the latest call returned a RecordedBatch
 
     async def play(self, call_index: int, source: DataSource, version: Callable[[], int]) -> list[tuple[Slot, Group]]:
         """Call the function and return its groups with their slots; `version` returns the loaded version.
@@ -153,6 +155,7 @@ class UserRolloutFunction:
             metrics = output.metrics if isinstance(output, RolloutFnTrainOutput) else None
             self.metrics |= self._checked_metrics(metrics, "rollout")
             groups = [self._members_of(group) for group in samples]
+            self.is_recorded = isinstance(output, RecordedBatch)
             slots = self._slots_of(groups, source)
             errors: list[str] = []
             built = [
@@ -245,7 +248,7 @@ class UserRolloutFunction:
         slots: list[Slot] = []
         for members in groups:
             if isinstance(members, Group):
-                slots.append(source.draw_slot(members.task))
+                slots.append(source.draw_slot(members.task, len(members.rollouts)))
                 continue
             indices = {sample.group_index for samples in members for sample in samples}
             known = source.slots.keys() & indices

@@ -93,7 +93,7 @@ class GroupPipeline:
         Groups that it neither returns nor puts back are dropped.
         """
         source = DataSource(
-            lambda task: self._draw(is_extra=True, task=task),
+            lambda task, num_members: self._draw(is_extra=True, task=task, num_members=num_members),
             self.cfg.group_size,
             asyncio.get_running_loop(),
             render=self.parts.player.renderer.render_text,
@@ -113,6 +113,9 @@ class GroupPipeline:
                 source.slots.clear()
                 if not played:
                     raise  # it had not drawn a task yet
+            else:
+                if function.is_recorded:
+                    self.buffer.recorded_sizes[number + 1] = len(played)
             num_empty = 0 if played else num_empty + 1
             if num_empty >= self.cfg.max_failed_groups:
                 raise EnvError(
@@ -139,13 +142,16 @@ class GroupPipeline:
                 if num_left <= 0 or not self.buffer.may_admit():
                     return slots
 
-    def _draw(self, *, is_extra: bool = False, task: Task | None = None) -> Slot:
-        """Draw the next task, or give its number to `task`: write it to the ledger and put its group into a slot."""
+    def _draw(self, *, is_extra: bool = False, task: Task | None = None, num_members: int | None = None) -> Slot:
+        """Draw the next task, or give its number to `task`: write it to the ledger and put its group into a slot.
+
+        num_members: rollouts of the group; None: as many as the environment's groups have.
+        """
         group_id, drawn, is_new = self.parts.cursor.next(self.parts.mix)
         task = task or drawn
         if is_new:
             self.ledger.task_drawn(group_id, task)
-        members = range(self._group_sizes[task.env])
+        members = range(num_members or self._group_sizes[task.env])
         partials = self._pop_partials(group_id, members) if self.parts.cursor.partials else {}
         self.ledger.rollouts_started(group_id, members, self.buffer.version)
         is_frozen = task.env in self._frozen

@@ -118,7 +118,12 @@ def prepare_cursor(
     hooks: BatchHooks | None,
 ) -> Cursor:
     """Bring ledger and buffer to the start of this incarnation; returns the cursor of its draws."""
-    info = {"pid": os.getpid(), "seed": cfg.seed, "max_off_policy_steps": cfg.max_off_policy_steps}
+    info = {
+        "pid": os.getpid(),
+        "seed": cfg.seed,
+        "max_off_policy_steps": cfg.max_off_policy_steps,
+        "update_interval": cfg.weight_broadcast.interval,
+    }
     if ledger.is_new:
         return _begin_ledger(ledger, buffer, mix, progress, info, cfg.run_dir)
     if _is_new_run(cfg):

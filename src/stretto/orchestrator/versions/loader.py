@@ -1,6 +1,7 @@
 """Loads the versions that the trainer publishes into all engines, one by one.
 
-States of a version: published (announced by the trainer) -> loaded (acknowledged by every engine). A version is
+The trainer publishes what a start begins with, each version of weight_broadcast.interval, and the last one. States of a
+version: published (announced by the trainer) -> loaded (acknowledged by every engine). A version is
 used only after it is loaded: a completion stamped v must have been sampled from weights v. Running requests
 continue through an update; the engines take care of that.
 """
@@ -36,15 +37,20 @@ class VersionLoader:
         *,
         start: int,
         timeout_s: float,
+        interval: int = 1,
+        end: int | None = None,
         tolerance: float | None = None,
         generation: Callable[[], int] = lambda: 0,
         devices: SharedDevices | None = None,
     ) -> None:
-        """tolerance: of the canary check, in nats; None: `canary.tolerance_of` it. devices: of a run with [colocate].
+        """interval: steps between two versions. end: the last one, which comes in any case; that of a stopped run, too.
 
+        tolerance: of the canary check, in nats; None: `canary.tolerance_of` it. devices: of a run with [colocate].
         generation: returns a number that grows whenever an engine goes down or comes back.
         """
-        self.next_version = start
+        self._start, self._loaded = start, -1
+        self._interval, self._end = interval, end
+        self._due: int | None = start  # the next version; None after the last one of a stopped run
         self.load_s = 0.0  # of the latest load
         self._engines, self._ledger, self._timeout_s = engines, ledger, timeout_s
         self._check_canary, self._generation = CanaryCheck(tolerance), generation
@@ -56,11 +62,15 @@ class VersionLoader:
 
     def on_published(self, manifest: WeightManifest) -> None:
         """Queue a version that the trainer has published."""
-        if manifest.version != self._newest + 1:
+        version = manifest.version
+        if self._due is None or not self._newest < version <= self._due:
+            due = "none" if self._due is None else f"version {self._due}"
             raise WireError(
-                f"the trainer published version {manifest.version} after {self._newest}; versions must come one by one"
+                f"the trainer published version {version} after {self._newest}, and {due} is due; trainer and "
+                "orchestrator need the same weight_broadcast.interval and max_steps"
             )
-        self._newest = manifest.version
+        self._due = self._after(version) if version == self._due else None
+        self._newest = version
         self._published.put_nowait(manifest)
 
     async def load_next(self) -> int:
@@ -98,7 +108,7 @@ class VersionLoader:
             self._checked_generation = generation
         self._ledger.version_loaded(version)
         self.load_s = time.perf_counter() - started
-        self.next_version = version + 1
+        self._loaded = version
         logger.debug("loaded version=%d in %.3fs", version, self.load_s)
 
     async def _check(self, manifest: WeightManifest, canary: Canary) -> None:
@@ -122,6 +132,16 @@ class VersionLoader:
         scoring = self._engines.score_canary(tokens, name, canary.image)
         answers = await wait_for(scoring, self._timeout_s, what)
         self._check_canary.probe(manifest, canary, answers)
+
+    @property
+    def next_version(self) -> int:
+        """The version that is due to be loaded."""
+        return self._start if self._loaded < 0 else self._after(self._loaded)
+
+    def _after(self, version: int) -> int:
+        """The version that is due after `version`."""
+        following = (version // self._interval + 1) * self._interval
+        return following if self._end is None or version >= self._end else min(following, self._end)
 
     @property
     def wants_canary(self) -> bool:

@@ -28,14 +28,17 @@ NUM_ALWAYS_CHECKED = 10
 """The first versions that a process publishes, which are all checked."""
 
 
-def is_canary_due(version: int, num_published: int, interval: int | None, *, is_wanted: bool) -> bool:
+def is_canary_due(
+    version: int, num_published: int, interval: int | None, *, is_wanted: bool, since: int | None = None
+) -> bool:
     """True if this version is to be checked.
 
-    num_published: versions that this process published before it.
+    num_published: versions that this process published before it; since: the newest of them, if not the one before.
     """
     if interval is None:
         return False
-    return is_wanted or num_published < NUM_ALWAYS_CHECKED or version % interval == 0
+    since = version - 1 if since is None else since
+    return is_wanted or num_published < NUM_ALWAYS_CHECKED or version // interval > since // interval
 
 
 def score_canary(

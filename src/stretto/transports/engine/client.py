@@ -98,8 +98,7 @@ class EngineClient:
             is_routed=self._is_routed,
         )
         self._routed = RoutedFleet(self.urls if self._is_routed else (), self.fleet, api_key)
-        self.num_replies = 0
-        """Requests that were answered."""
+        self.num_replies = 0  # requests that were answered
         self._handover = Handover(self.fleet, self._routed, self._admin, liveness_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:

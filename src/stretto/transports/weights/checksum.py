@@ -8,7 +8,7 @@ block that changed places, or changes of several words that cancel out: transpor
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -21,11 +21,23 @@ WORD = 8
 Bytes = bytes | bytearray | memoryview
 
 
+class Sum(Protocol):
+    """A checksum of bytes that are added in parts; where they are split makes no difference."""
+
+    def add(self, data: Bytes) -> None: ...
+
+    @property
+    def value(self) -> int:
+        """The checksum of all bytes so far, 32 bits."""
+        ...
+
+
 class Checksum:
-    """The checksum of bytes that are added in parts; where they are split makes no difference."""
+    """The checksum of this module, as a Sum; adding many bytes at once lets other threads run meanwhile."""
 
     def __init__(self) -> None:
-        self._crc, self._num_bytes = 0, 0
+        self._sums = bytearray()  # of whole blocks, one part in 512 of what was added
+        self._num_bytes = 0
         self._rest = bytearray()  # less than a block
 
     def add(self, data: Bytes) -> None:
@@ -40,19 +52,26 @@ class Checksum:
             view = view[missing:]
             if len(self._rest) < BLOCK:
                 return
-            self._crc = zlib.crc32(_sums(memoryview(self._rest)), self._crc)
+            self._sums += _sums(memoryview(self._rest))
             self._rest = bytearray()
         end = len(view) - len(view) % BLOCK
         if end:
-            self._crc = zlib.crc32(_sums(view[:end]), self._crc)
+            self._sums += _sums(view[:end])
         self._rest += view[end:]
+
+    def put_before(self, data: Bytes) -> None:
+        """Add whole blocks in front of all bytes so far: a header that is known last."""
+        view = memoryview(data).cast("B")
+        assert len(view) % BLOCK == 0, "not whole blocks"
+        self._num_bytes += len(view)
+        self._sums[:0] = _sums(view)
 
     @property
     def value(self) -> int:
         """The checksum of all bytes so far and of their number, 32 bits."""
         tail = self._rest + bytes(-len(self._rest) % WORD)
         words = np.frombuffer(tail, np.int64).sum().tobytes()
-        return zlib.crc32(words + self._num_bytes.to_bytes(8, "little"), self._crc)
+        return zlib.crc32(words + self._num_bytes.to_bytes(8, "little"), zlib.crc32(self._sums))
 
 
 def checksum_of_bytes(data: Bytes) -> int:
@@ -68,20 +87,30 @@ def _sums(view: memoryview) -> bytes:
     return sums.tobytes()
 
 
+class Crc32:
+    """The crc32 of all bytes, as a Sum: files of earlier versions have it."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, data: Bytes) -> None:
+        self.value = zlib.crc32(data, self.value)
+
+
 KIND = "sum64"
 """Name of this checksum in manifests."""
-KINDS: dict[str, Callable[[Bytes], int]] = {KIND: checksum_of_bytes, "crc32": zlib.crc32}
+KINDS: dict[str, type[Checksum | Crc32]] = {KIND: Checksum, "crc32": Crc32}
 """The kinds of checksums that can be verified, by their names in manifests."""
 
 
-def checksum_function(manifest: WeightManifest) -> Callable[[Bytes], int]:
-    """The function that computes the checksums of a version's shards.
+def new_checksum(manifest: WeightManifest) -> Sum:
+    """An empty checksum of the kind that a version's shards have.
 
     Raises: WireError if the kind is unknown.
     """
-    if (found := KINDS.get(manifest.checksum_kind)) is None:
+    if (kind := KINDS.get(manifest.checksum_kind)) is None:
         raise _unknown(manifest, " or ".join(map(repr, KINDS)))
-    return found
+    return kind()
 
 
 def check_kind(manifest: WeightManifest) -> None:

@@ -3,28 +3,37 @@
 A version is written into a hidden directory and renamed when it is complete, so that a reader of `version_N` sees all
 of it. Trainer and engines must share the file system. Any safetensors reader can load the shards. With several trainer
 ranks, each writes its own files, and the first rank moves them into one directory.
+
+A file is written past the page cache (O_DIRECT), as fast as the disk is: a few pieces are on their way while the next
+one is copied and summed. Its header is as long as HEADER_BYTES and written last; a full header begins a new file.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import logging
 import mmap
 import os
 import re
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
+import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from stretto.base.errors import EngineError, WireError
 from stretto.base.files import put_in_place
 from stretto.records.weight_manifest import MANIFEST, TensorEntry, WeightManifest
-from stretto.transports.weights.checksum import Checksum, checksum_function
+from stretto.transports.weights.checksum import BLOCK, Checksum, new_checksum
 from stretto.transports.weights.layout import (
     ONE_RANK,
     NamedTensor,
@@ -32,14 +41,24 @@ from stretto.transports.weights.layout import (
     RankShards,
     Receiver,
     build_manifest,
+    byte_pieces,
     combine_checksums,
     dtype_name,
     tensor_over,
 )
 
+if TYPE_CHECKING:
+    from jaxtyping import Shaped, UInt8
+
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 30
+PIECE_BYTES = 8 << 20
+"""Bytes of one write, and of one read."""
+NUM_WRITERS = NUM_READERS = 2
+HEADER_BYTES = 1 << 16
+_ENTRY_BYTES = 128
+"""Bytes of a tensor's entry in the header, at most, without its name and the digits of its shape."""
 _VERSION = re.compile(r"version_(\d+)$")
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -47,6 +66,9 @@ _DTYPES = {
     "BOOL": "bool",
 }  # fmt: skip
 """By the name that a file's header has: that of a manifest."""
+_HEADER_DTYPES = {dtype: name for name, dtype in _DTYPES.items()}
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ, since Linux 5.14."""
 
 
 class FilesystemPublisher:
@@ -59,6 +81,8 @@ class FilesystemPublisher:
         self._keep_versions = keep_versions
         self._shard_bytes, self._ranks = shard_bytes, ranks
         self._in_use: set[int] = set()  # published by this process and not yet released
+        # One is filled while the others are written. They are kept, because new memory costs more than a copy.
+        self._buffers = deque(_pages(PIECE_BYTES) for _ in range(NUM_WRITERS + 1))
         directory.mkdir(parents=True, exist_ok=True)
         if ranks.rank == 0:
             for path in directory.glob(".version_*"):  # left incomplete by a process that died
@@ -97,12 +121,18 @@ class FilesystemPublisher:
         shards: list[str] = []
         checksums: list[int] = []
         entries: list[TensorEntry] = []
-        for shard, tensors_of_shard in enumerate(_split(tensors, self._shard_bytes)):
-            path = partial / f"{prefix}shard_{shard:05d}.safetensors"
-            save_file(tensors_of_shard, path)
-            entries += _entries(path, shard, tensors_of_shard)
-            checksums.append(_checksum_of_file(path))
-            shards.append(path.name)
+        rest = iter(tensors)
+        named = next(rest, None)
+        with ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="weights") as writers:
+            while named is not None:
+                path = partial / f"{prefix}shard_{len(shards):05d}.safetensors"
+                with ShardFile(path, len(shards), self._buffers, writers) as file:
+                    file.add(*named)
+                    while (named := next(rest, None)) is not None and file.has_room(*named, self._shard_bytes):
+                        file.add(*named)
+                    checksums.append(file.finish())
+                entries += file.entries
+                shards.append(path.name)
         return RankShards(tuple(shards), tuple(checksums), tuple(entries))
 
     @staticmethod
@@ -128,20 +158,144 @@ class FilesystemPublisher:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _split(tensors: Iterable[NamedTensor], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Split tensors, in order, into shards of at most `shard_bytes` (or one tensor)."""
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        dtype_name(name, tensor)
-        if shard and size + tensor.nbytes > shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        # A copy, because safetensors refuses tensors that share memory, as tied or sliced weights do.
-        shard[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        size += tensor.nbytes
-    if shard:
-        yield shard
+class ShardFile:
+    """A safetensors file while it is written."""
+
+    def __init__(
+        self, path: Path, shard: int, buffers: deque[UInt8[torch.Tensor, " bytes"]], writers: ThreadPoolExecutor
+    ) -> None:
+        self._fd = _open_direct(path)
+        self._shard, self._buffers, self._writers = shard, buffers, writers
+        self._writing: deque[Future[None]] = deque()
+        self._checksum = Checksum()
+        self._used = 0  # bytes of the first buffer
+        self._written = HEADER_BYTES
+        self._header_bytes = _ENTRY_BYTES
+        self.entries: list[TensorEntry] = []
+
+    def has_room(self, name: str, tensor: Shaped[torch.Tensor, " ..."], shard_bytes: int) -> bool:
+        """Whether this tensor belongs into the file: within its size and header, at a multiple of its items' size."""
+        size = self._end - HEADER_BYTES + tensor.nbytes
+        header = self._header_bytes + _header_bytes(name, tensor)
+        return size <= shard_bytes and header <= HEADER_BYTES and self._end % tensor.element_size() == 0
+
+    def add(self, name: str, tensor: Shaped[torch.Tensor, " ..."]) -> None:
+        """Append a tensor; a copy of it is written."""
+        dtype, shape = dtype_name(name, tensor), tuple(tensor.shape)
+        self.entries.append(TensorEntry(name, dtype, shape, self._shard, self._end, tensor.nbytes))
+        self._header_bytes += _header_bytes(name, tensor)
+        for piece in byte_pieces(tensor, PIECE_BYTES):
+            start, size = 0, piece.numel()
+            while start < size:
+                begin, used = self._used, min(PIECE_BYTES, self._used + size - start)
+                self._buffers[0][begin:used].copy_(piece[start : start + used - begin])
+                self._used, start = used, start + used - begin
+                if used == PIECE_BYTES:
+                    self._write_buffer()
+
+    def finish(self) -> int:
+        """Write the rest and the header; returns the file's checksum."""
+        end = self._end
+        if self._used:
+            self._write_buffer()
+        header = _header_of(self.entries)
+        self._checksum.put_before(header)
+        first = self._next_buffer()
+        first[:HEADER_BYTES] = torch.frombuffer(header, dtype=torch.uint8)
+        while self._writing:
+            self._writing.popleft().result()
+        _write_at(self._fd, first.numpy().data[:HEADER_BYTES], 0)
+        os.ftruncate(self._fd, end)
+        return self._checksum.value
+
+    @property
+    def _end(self) -> int:
+        return self._written + self._used
+
+    def _write_buffer(self) -> None:
+        """Sum what the first buffer has and let a thread write it; the next one is filled then."""
+        view = self._buffers[0].numpy().data
+        self._checksum.add(view[: self._used])
+        # Past the page cache whole blocks are written; the file is cut afterwards.
+        size = self._used + -self._used % BLOCK
+        self._writing.append(self._writers.submit(_write_at, self._fd, view[:size], self._written))
+        self._written, self._used = self._written + self._used, 0
+        self._buffers.rotate(-1)
+        self._next_buffer()
+
+    def _next_buffer(self) -> UInt8[torch.Tensor, " bytes"]:
+        """The first buffer, once it is written."""
+        while len(self._writing) >= len(self._buffers):
+            self._writing.popleft().result()
+        return self._buffers[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for writing in self._writing:
+            writing.exception()  # waits: no thread writes to a file that is closed
+        os.close(self._fd)
+
+
+def _header_bytes(name: str, tensor: Shaped[torch.Tensor, " ..."]) -> int:
+    """At most so many bytes has a tensor's entry in a header."""
+    return _ENTRY_BYTES + len(msgspec.json.encode((name, tuple(tensor.shape))))
+
+
+def _header_of(entries: list[TensorEntry]) -> bytearray:
+    """The header of a safetensors file, padded with spaces, as its format allows, to HEADER_BYTES."""
+    found = {
+        entry.name: {
+            "dtype": _HEADER_DTYPES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": (entry.offset - HEADER_BYTES, entry.offset + entry.num_bytes - HEADER_BYTES),
+        }
+        for entry in entries
+    }
+    header = bytearray((HEADER_BYTES - 8).to_bytes(8, "little"))
+    return header + msgspec.json.encode(found).ljust(HEADER_BYTES - 8)
+
+
+def _open_direct(path: Path) -> int:
+    """Create a file that is written past the page cache, if the file system can do that."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o666)
+
+
+def _write_at(fd: int, view: memoryview, offset: int) -> None:
+    """Write whole blocks; through the page cache where the file system refuses to write past it."""
+    while len(view):
+        try:
+            written = os.pwrite(fd, view, offset)
+        except OSError as error:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            continue
+        view, offset = view[written:], offset + written
+
+
+def _pages(num_bytes: int) -> UInt8[torch.Tensor, " bytes"]:
+    """New bytes that begin at a page, as writing past the page cache requires."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def read_pages(view: memoryview | mmap.mmap) -> None:
+    """Read a part of a mapped file into memory at once: page by page it takes longer. Other threads run meanwhile."""
+    address = np.frombuffer(view, np.uint8).ctypes.data
+    _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(view)), _POPULATE_READ)
+
+
+_libc = ctypes.CDLL(None)
 
 
 class MappedReceiver(Receiver):
@@ -154,8 +308,7 @@ class MappedReceiver(Receiver):
         try:
             for path in self._paths:
                 self._maps.append(self._map(path))
-            checksum = checksum_function(manifest)
-            crc = combine_checksums(checksum(memoryview(mapped)) for mapped in self._maps)
+            crc = combine_checksums(map(self._checksum, self._maps))
             if crc != manifest.checksum:
                 raise WireError(
                     f"weights of version {manifest.version} in {manifest.location} have the checksum {crc:#010x}, but "
@@ -164,6 +317,18 @@ class MappedReceiver(Receiver):
         except BaseException:
             self.close()
             raise
+
+    def _checksum(self, mapped: mmap.mmap) -> int:
+        checksum, view = new_checksum(self.manifest), memoryview(mapped)
+        for part in self._read([view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES)]):
+            checksum.add(part)
+        return checksum.value
+
+    def _read(self, parts: list[memoryview]) -> Iterator[memoryview]:
+        """Parts of a mapping, each once it is in memory: the next ones are read meanwhile."""
+        with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights") as readers:
+            for part, _ in zip(parts, readers.map(read_pages, parts)):
+                yield part
 
     def __iter__(self) -> Iterator[NamedTensor]:
         for entry in self.manifest.tensors:
@@ -225,17 +390,6 @@ def _header(path: Path) -> tuple[int, dict[str, Any]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return length, msgspec.json.decode(file.read(length))
-
-
-def _entries(path: Path, shard: int, tensors: dict[str, torch.Tensor]) -> list[TensorEntry]:
-    """Entries of a shard's tensors, with offsets from the file's header."""
-    length, header = _header(path)
-    entries = []
-    for name, tensor in tensors.items():
-        start, end = header[name]["data_offsets"]
-        dtype = dtype_name(name, tensor)
-        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), shard, 8 + length + start, end - start))
-    return entries
 
 
 def _checksum_of_file(path: Path) -> int:

@@ -187,6 +187,14 @@ def tensor_bytes(tensor: Shaped[torch.Tensor, " ..."]) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
+def byte_pieces(tensor: Shaped[torch.Tensor, " ..."], num_bytes: int) -> Iterator[UInt8[torch.Tensor, " bytes"]]:
+    """The bytes of a tensor in pieces of at most num_bytes, on its device; no copies if it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel():
+        data = flat.view(torch.uint8)
+        yield from (data,) if data.numel() <= num_bytes else data.split(num_bytes)
+
+
 def dtype_name(name: str, tensor: Shaped[torch.Tensor, " ..."]) -> str:
     """The name of a tensor's dtype in manifests.
 

@@ -5,6 +5,10 @@ version is loaded before the second next is published). The head of a file conta
 writing and set afterwards. These are plain files in /dev/shm, not `multiprocessing.shared_memory`, whose resource
 tracker would remove the memory as soon as one reader exits.
 
+Files stay mapped at both ends, because memory that is new costs several times what a copy does: tensors are copied into
+the publisher's mapping and summed while they are in the processor's cache, and an engine keeps its mappings as long as
+the files exist.
+
 The publisher holds an flock on its files as long as it lives; the kernel releases it even after kill -9. So a new
 publisher can recognise the files of dead runs, in any PID namespace, and removes them.
 
@@ -18,16 +22,19 @@ import mmap
 import os
 import re
 import secrets
+import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
 
 from stretto.base.errors import EngineError, WireError
 from stretto.base.files import PUBLISHED, open_locked, remove_unowned
 from stretto.records.weight_manifest import TensorEntry, WeightManifest
-from stretto.transports.weights.checksum import Checksum
-from stretto.transports.weights.filesystem import MappedReceiver
+from stretto.transports.weights.checksum import BLOCK, Checksum
+from stretto.transports.weights.filesystem import MappedReceiver, read_pages
 from stretto.transports.weights.layout import (
     HEAD_BYTES,
     HEAD_USED,
@@ -36,25 +43,88 @@ from stretto.transports.weights.layout import (
     Ranks,
     RankShards,
     build_manifest,
+    byte_pieces,
     dtype_name,
     padded,
     shard_head,
-    tensor_bytes,
     version_of,
 )
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt8
 
 logger = logging.getLogger(__name__)
 
 SHM_DIR = Path("/dev/shm")
 
 
-@dataclass
-class ShmFile:
-    """One tmpfs file; version: what it holds, None if it is free."""
+STEP_BYTES = 1 << 30
+"""While a first version is written, its file grows by its own size, and by at most this."""
+PIECE_BYTES = 1 << 20
+"""Bytes that are copied at a time and then summed: they are still in the processor's cache."""
+LOOK_S = 10.0
+"""An engine looks so often whether the files that it has mapped still exist."""
 
-    path: Path
-    fd: int
-    version: int | None = None
+
+class ShmFile:
+    """A file in memory that holds one version; version: which one, None if it is free."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self.fd, self.path = fd, path
+        self.version: int | None = None
+        self._size = 0  # allocated
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # the file, mapped
+        self._num_mapped = 0
+
+    def write(self, version: int, tensors: Iterable[NamedTensor]) -> tuple[int, list[TensorEntry]]:
+        """Write a version; returns its checksum and the tensors, which begin after the head.
+
+        Raises: OSError if there is no memory.
+        """
+        entries: list[TensorEntry] = []
+        checksum, summed, end = Checksum(), HEAD_BYTES, HEAD_BYTES
+        head = shard_head(version)
+        checksum.add(head)
+        self._grow(end)
+        os.pwrite(self.fd, bytes(HEAD_BYTES), 0)
+        for name, tensor in tensors:
+            size, at = tensor.nbytes, end
+            entries.append(TensorEntry(name, dtype_name(name, tensor), tuple(tensor.shape), 0, at, size))
+            end += padded(size)
+            self._grow(end)
+            for piece in byte_pieces(tensor, PIECE_BYTES):
+                begin, at = at, at + piece.numel()
+                self._bytes[begin:at].copy_(piece)
+                if at - summed >= PIECE_BYTES:
+                    summed = self._sum(checksum, summed, at - at % BLOCK)
+            if at < end:
+                self._bytes[at:end] = 0
+        self._sum(checksum, summed, end)
+        os.ftruncate(self.fd, end)
+        self._size = end
+        os.pwrite(self.fd, head, 0)
+        self.version = version
+        return checksum.value, entries
+
+    def part(self, start: int, end: int) -> UInt8[torch.Tensor, " bytes"]:
+        """Bytes of the file, as a view of them."""
+        return self._bytes[start:end]
+
+    def _sum(self, checksum: Checksum, start: int, end: int) -> int:
+        checksum.add(self._bytes[start:end].numpy().data)
+        return end
+
+    def _grow(self, num_bytes: int) -> None:
+        """Allocate at least num_bytes: in a full tmpfs writing to a page without memory would end in a SIGBUS."""
+        if num_bytes <= self._size:
+            return
+        if num_bytes > (size := self._num_mapped):
+            size = max(num_bytes, size + min(size, STEP_BYTES))
+        os.posix_fallocate(self.fd, 0, size)
+        self._size = size
+        if size > self._num_mapped:
+            self._bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
+            self._num_mapped = size
 
 
 class ShmPublisher:
@@ -80,33 +150,15 @@ class ShmPublisher:
     def _write(self, version: int, tensors: Iterable[NamedTensor]) -> RankShards:
         started = time.perf_counter()
         file = self._free_file()
-        head = shard_head(version)
-        entries: list[TensorEntry] = []
-        checksum, end = Checksum(), HEAD_BYTES
-        checksum.add(head)
         try:
-            os.pwrite(file.fd, bytes(HEAD_BYTES), 0)
-            for name, tensor in tensors:
-                data = tensor_bytes(tensor)
-                shape, dtype = tuple(tensor.shape), dtype_name(name, tensor)
-                entries.append(TensorEntry(name, dtype, shape, shard=0, offset=end, num_bytes=len(data)))
-                padding = bytes(padded(len(data)) - len(data))
-                _write_at(file.fd, end, data)
-                checksum.add(data)
-                if padding:
-                    _write_at(file.fd, end + len(data), padding)
-                    checksum.add(padding)
-                end += len(data) + len(padding)
-            os.ftruncate(file.fd, end)
-            os.pwrite(file.fd, head, 0)
+            checksum, entries = file.write(version, tensors)
         except OSError as cause:
             raise EngineError(
-                f"cannot write version {version} to shared memory in {self._directory}: {cause.strerror} after {end} "
-                'bytes; make it bigger (docker: --shm-size) or use weight_broadcast.type = "filesystem".'
+                f"cannot write version {version} to shared memory in {self._directory}: {cause.strerror}; make it "
+                'bigger (docker: --shm-size) or use weight_broadcast.type = "filesystem".'
             ) from cause
-        file.version = version
-        logger.debug("published version=%d bytes=%d in %.4fs", version, end, time.perf_counter() - started)
-        return RankShards((file.path.name,), (checksum.value,), tuple(entries))
+        logger.debug("published version=%d in %.4fs", version, time.perf_counter() - started)
+        return RankShards((file.path.name,), (checksum,), tuple(entries))
 
     def release(self, version: int) -> None:
         for file in self._files:
@@ -128,33 +180,37 @@ class ShmPublisher:
             versions = [file.version for file in self._files]
             logger.debug("the engines have not released versions %s; using one more file in shared memory", versions)
         path = self._directory / f"{self._name}-{len(self._files)}"
-        file = ShmFile(path, open_locked(path, is_new=True))
+        file = ShmFile(open_locked(path, is_new=True), path)
         self._files.append(file)
         return file
-
-
-def _write_at(fd: int, offset: int, data: bytes | memoryview) -> None:
-    """Write all of `data`, although one call writes at most 2 GiB.
-
-    The file is not mapped for writing: in a full tmpfs that would end in a SIGBUS instead of an error.
-    """
-    view = memoryview(data)
-    while len(view):
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
 
 
 class ShmReceiver(MappedReceiver):
     """Maps the files of a version, and sees from their heads whether the publisher has reused them."""
 
+    def __init__(self, manifest: WeightManifest) -> None:
+        try:
+            super().__init__(manifest)
+        except WireError:
+            # Whoever wrote to a tensor made a page of the kept mapping its own.
+            if not _kept.drop(Path(manifest.location, shard) for shard in manifest.shards):
+                raise
+            super().__init__(manifest)
+
     def _map(self, path: Path) -> mmap.mmap:
-        mapped = super()._map(path)
+        mapped = _kept.find(path)
+        if mapped is None:
+            mapped = super()._map(path)
+            read_pages(mapped)
+            _kept.keep(path, mapped)
         held = version_of(mapped[:HEAD_USED])
         if held != self.manifest.version:
-            mapped.close()
             what = "an incomplete version" if held is None else f"version {held}"
             raise WireError(f"weights of version {self.manifest.version}: {path} holds {what}.")
         return mapped
+
+    def _read(self, parts: list[memoryview]) -> Iterator[memoryview]:
+        yield from parts  # a kept mapping has all of its pages
 
     def check_unchanged(self) -> None:
         for path, mapped in zip(self._paths, self._maps):
@@ -163,3 +219,55 @@ class ShmReceiver(MappedReceiver):
                     f"weights of version {self.manifest.version} in {path} were overwritten while they were "
                     "read; the publisher released them too early."
                 )
+
+
+class KeptMaps:
+    """Mappings of this process by the files' paths, as long as the files exist.
+
+    The publisher's end frees no memory that is mapped, so a thread looks for files that are gone.
+    """
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, tuple[tuple[int, ...], mmap.mmap]] = {}
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+
+    def find(self, path: Path) -> mmap.mmap | None:
+        """The mapping of this file; None if there is none."""
+        with self._lock:
+            identity, mapped = self._maps.get(path, ((), None))
+        return mapped if identity == _identity(path) else None
+
+    def keep(self, path: Path, mapped: mmap.mmap) -> None:
+        with self._lock:
+            self._maps[path] = _identity(path), mapped
+            self._look_later()
+
+    def drop(self, paths: Iterable[Path]) -> int:
+        """Forget the mappings of these files; returns how many there were."""
+        with self._lock:
+            return sum(self._maps.pop(path, None) is not None for path in paths)
+
+    def _look_later(self) -> None:
+        if self._maps and self._timer is None:
+            self._timer = threading.Timer(LOOK_S, self._look)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _look(self) -> None:
+        with self._lock:
+            self._maps = {path: kept for path, kept in self._maps.items() if kept[0] == _identity(path)}
+            self._timer = None
+            self._look_later()
+
+
+_kept = KeptMaps()
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Which file this is, and its size; empty if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size

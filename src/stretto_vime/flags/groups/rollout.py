@@ -117,8 +117,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              note="They go on under the new weights, each token with its own version."),
         sets("--mask-offpolicy-in-partial-rollout", "switch", False,
                "orchestrator.mask_offpolicy_in_partial_rollout", "Tokens of older weights are not trained."),
-        part("--update-weights-interval", "integer", 1, "", "Rollouts between updates of the engines.",
-             note="1 only."),
+        part("--update-weights-interval", "integer", 1, "weight_broadcast.interval orchestrator.max_async_level",
+             "Rollouts between updates of the engines.",
+             note="With train_async.py, where engines go on with the next rollout meanwhile: tokens are up to so many "
+                  "versions old."),
         refused("--start-rollout-id", "integer", None, "a run continues where it stopped: --load, --ckpt-step",
                 "Number of the first rollout.", allowed=(0,)),
         refused("--rollout-external-engine-addrs", "list", None,
@@ -266,12 +268,14 @@ def _sampling(flags: Values) -> Iterator[Setting]:
 def _freshness(flags: Values) -> Iterator[Setting]:
     """How far generation may be ahead: not at all, but for asynchronous training and partial rollouts."""
     is_ahead = flags.is_async or flags.partial_rollout or flags.rollout_function_path == ASYNC_ROLLOUT
-    yield Setting("orchestrator.max_async_level", int(is_ahead), ("--partial-rollout",))
-    if flags.update_weights_interval != 1:
-        raise ConfigError(
-            f"{flags.given['--update-weights-interval']}: engines get every version; use 1, and "
-            "orchestrator.max_async_level in the TOML of --print-config for older weights"
-        )
+    interval = flags.update_weights_interval
+    if interval < 1:
+        raise ConfigError(f"{flags.given['--update-weights-interval']}: give 1 or more")
+    if flags.is_async and interval > 1:
+        yield Setting("weight_broadcast.interval", interval, ("--update-weights-interval",))
+        yield Setting("orchestrator.max_async_level", interval, ("--update-weights-interval",))
+    else:
+        yield Setting("orchestrator.max_async_level", int(is_ahead), ("--partial-rollout",))
     if flags.partial_rollout and flags.mask_offpolicy_in_partial_rollout:
         yield from flags.settings("--mask-offpolicy-in-partial-rollout")
     started, trained = flags.over_sampling_batch_size, flags.rollout_batch_size

@@ -421,18 +421,19 @@ def test_groups_without_signal_count_only_where_no_others_come():
 # -- the clock of draws and versions --
 
 
-def played_in_any_order(rng, level, sync_interval, max_steps=7):
+def played_in_any_order(rng, level, sync_interval, max_steps=7, interval=1):
     """Play a run whose groups end, whose batches ship and whose versions are trained and loaded in a random order.
 
     Returns the draws of each batch, and the version that has played each draw.
     """
     buffer = build(
         max_async_level=level, max_steps=max_steps, is_deterministic=True, sync_interval=sync_interval,
-        max_oversampling=2.0,
+        max_oversampling=2.0, update_interval=interval,
     )  # fmt: skip
     running, batches, versions, num_drawn, trained = [], {}, {}, 0, 0
     while buffer.version < max_steps:
-        may_load = trained > buffer.version and buffer._is_over(buffer.version)
+        following = min((buffer.version // interval + 1) * interval, max_steps)
+        may_load = trained >= following and buffer._is_over(following - 1)
         actions = [name for name, is_possible in {
             "draw": buffer.may_admit(), "end": bool(running), "ship": buffer._may_ship(),
             "train": trained < buffer.next_step - 1, "load": may_load,
@@ -453,7 +454,7 @@ def played_in_any_order(rng, level, sync_interval, max_steps=7):
         elif action == "train":
             trained += 1
         else:
-            buffer.on_loaded(buffer.version + 1)
+            buffer.on_loaded(following)
     return batches, versions
 
 
@@ -468,6 +469,24 @@ def test_by_the_clock_of_draws_the_order_in_which_things_happen_changes_nothing(
         assert {versions[draw] for draw in draws} == {max(step - 1 - level, synchronised, 0)}
 
 
+@pytest.mark.parametrize(("level", "interval"), [(1, 2), (2, 2), (2, 3), (4, 2), (4, 5)])
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_by_the_clock_engines_that_get_every_kth_version_play_each_batch_with_the_oldest_allowed(
+    level, interval, has_checkpoints
+):
+    sync = interval * 2 if has_checkpoints else None
+    runs = [played_in_any_order(random.Random(seed), level, sync, 11, interval) for seed in range(20)]
+    assert all(run == runs[0] for run in runs)
+    batches, versions = runs[0]
+    assert sorted(batches) == list(range(1, 12))
+    for step, draws in batches.items():
+        sent = range(0, step, interval)
+        oldest = max(step - 1 - level, (step - 1) // sync * sync if sync else 0)
+        assert {versions[draw] for draw in draws} == {min(version for version in sent if version >= oldest)}
+
+
 def test_a_run_that_is_resumed_plays_its_first_batches_with_what_it_has():
     bounds = Bounds(4, 2, 8, is_deterministic=True, sync_interval=5, first_version=7)
     assert [bounds.version_of(step) for step in range(8, 14)] == [7, 7, 7, 10, 10, 10]
+    bounds = Bounds(4, 2, 8, is_deterministic=True, update_interval=3, first_version=7)
+    assert [bounds.version_of(step) for step in range(8, 14)] == [7, 7, 9, 9, 9, 12]

@@ -380,8 +380,27 @@ def test_an_engine_that_does_not_load_in_time_is_named():
 
 def test_a_version_that_is_skipped_is_refused():
     policy = VersionLoader(FakeEngine(parrot(1.0)), Versions(), start=0, timeout_s=5.0)
-    with pytest.raises(WireError, match="version 2 after -1"):
+    with pytest.raises(WireError, match="version 2 after -1, and version 0 is due"):
         policy.on_published(manifest(2))
+
+
+def test_versions_are_those_of_the_interval_and_the_last_one():
+    def published(*versions, start=0):
+        policy = VersionLoader(FakeEngine(parrot(1.0)), Versions(), start=start, timeout_s=5.0, interval=3, end=8)
+        for version in versions:
+            policy.on_published(manifest(version))
+
+    published(0, 3, 6, 8)
+    published(4, 6, 8, start=4)
+    published(0, 3, 5)  # a run that is stopped
+    for wrong, told in {
+        (0, 1, 3): "none",
+        (0, 6): "version 3",
+        (0, 3, 6, 7, 8): "none",
+        (0, 3, 3): "version 6",
+    }.items():
+        with pytest.raises(WireError, match=f"and {told} is due; .* same weight_broadcast.interval"):
+            published(*wrong)
 
 
 # -- evals --

@@ -149,6 +149,10 @@ def test_a_version_is_checked_when_the_orchestrator_asks_but_not_where_checks_ar
     assert not is_canary_due(17, 16, 10, is_wanted=False) and is_canary_due(17, 16, 10, is_wanted=True)
     assert not is_canary_due(17, 16, None, is_wanted=True)
     assert is_canary_due(517, 3, 10, is_wanted=False), "a resumed run begins densely again"
+    due = [
+        version for version in range(40, 80, 4) if is_canary_due(version, 99, 10, is_wanted=False, since=version - 4)
+    ]
+    assert due == [40, 52, 60, 72], "the first that is sent after each tenth"
 
 
 def test_a_check_is_asked_for_until_the_engines_that_are_there_have_passed_one():
