@@ -1,6 +1,8 @@
 # make demo   install into .venv, warm a tiny model up and train it by reinforcement learning (no GPU, nothing downloaded
 #             but Python packages)
 # make dynamo install NVIDIA Dynamo's frontend, in an environment of its own (.venv/opt/dynamo)
+# make megatron  install Megatron-Core for the trainer, with Python 3.12 or newer, in an environment of its own
+#             (.venv/opt/megatron); make test-megatron: its tests there
 # make vllm   add the CPU build of vLLM and its router to .venv
 # make test   install what the tests need and run them, but for those marked slow (12 minutes on two cores)
 # make test-fast  the unit tests that are not marked heavy (a minute or two); make test-all: all tests, the slow ones too, Dynamo
@@ -27,7 +29,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install lock vllm dynamo test test-fast test-core test-without test-all test-cluster test-launchers lint docs clean
+.PHONY: demo install lock vllm dynamo megatron test-megatron test test-fast test-core test-without test-all test-cluster test-launchers lint docs clean
 .DEFAULT_GOAL := demo
 
 # Python may keep what it compiles: the demo is the first to import what was installed.
@@ -39,6 +41,8 @@ install: $(VENV)/installed
 vllm: $(VENV)/installed-vllm
 
 dynamo: $(VENV)/opt/dynamo/installed
+
+megatron: $(VENV)/opt/megatron/installed
 
 # Python may keep what it compiles: hundreds of processes would compile it again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -55,6 +59,9 @@ ifdef ARGS
 else
 	$(BY_FILE) $(MARKED) tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/cluster tests/addons tests/unit
 endif
+
+test-megatron: $(VENV)/installed-dev $(VENV)/opt/megatron/installed
+	$(PYTEST) $(or $(ARGS),tests/addons/megatron)
 
 test-fast: $(VENV)/installed-dev
 	$(BY_FILE) -m "not slow and not heavy" tests/unit tests/addons
@@ -173,4 +180,17 @@ $(VENV)/opt/dynamo/installed: | $(VENV)/torch
 	$(VENV)/opt/dynamo/bin/python -m pip install -q --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
 	$(VENV)/opt/dynamo/bin/python -m pip install -q 'aiohttp>=3.14.3,<4' 'msgspec>=0.19' 'prometheus-client<1' \
 		'pyzmq>=26' 'transformers>=4.56' 'zstandard<1' uvloop 'pydantic<=2.13.5'
+	@touch $@
+
+# Its own environment: Megatron-Core needs Python 3.12, whatever the rest of a run has.
+HAS_MEGATRON := import sys, venv; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))
+PYTHON312 := $(shell for p in $(PYTHON) python3.12 python3.13; do \
+	$$p -c '$(HAS_MEGATRON)' 2>/dev/null && { echo $$p; break; }; done)
+$(VENV)/opt/megatron/installed: pyproject.toml | $(VENV)/torch
+	@test -n "$(PYTHON312)" || { echo "error: Megatron-Core needs Python 3.12 or 3.13; install one, or use" \
+		"PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	$(PYTHON312) -m venv $(VENV)/opt/megatron
+	$(VENV)/opt/megatron/bin/python -m pip install -q torch==$(TORCH) 'setuptools>=77'
+	$(VENV)/opt/megatron/bin/python -m pip install -q --no-build-isolation -c $(CONSTRAINTS) $(if $(LOCK),-c $(LOCK)) \
+		-e '.[megatron]'
 	@touch $@

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,7 +25,9 @@ import torch
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
 from stretto.models.hub import load_model
-from stretto.trainer.publish.canary import fixed_tokens, scaled
+from stretto.models.tensor_map import TensorSlice, as_whole_slices
+from stretto.trainer.network import scaled
+from stretto.trainer.publish.canary import fixed_tokens
 
 KINDS = ("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "norm")
 DEFAULT = Path.home() / ".cache" / "stretto" / "smollm2-135m-instruct"
@@ -39,10 +42,14 @@ def score(model: Decoder) -> np.ndarray:
     return torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None]).squeeze(1).numpy()
 
 
+def weights_of(model: Decoder) -> Iterable[TensorSlice]:
+    return as_whole_slices(model.named_parameters()).values()
+
+
 def stale(model: Decoder, kind: str) -> np.ndarray:
     """The scores of a probe in which tensors of one kind are not scaled."""
     kept = {n: p.detach().clone() for n, p in model.named_parameters() if kind in n}
-    with scaled(model), torch.no_grad():
+    with scaled(weights_of(model)), torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in kept:
                 parameter.copy_(kept[name])
@@ -57,7 +64,7 @@ def main() -> None:
     exact, rounded = (load_model(directory, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     plain = score(exact)
     print(f"{'rounding to bfloat16':<28}{np.abs(score(rounded) - plain).mean():.3f}")
-    with scaled(exact), scaled(rounded):
+    with scaled(weights_of(exact)), scaled(weights_of(rounded)):
         probe = score(exact)
         print(f"{'... of the probe':<28}{np.abs(score(rounded) - probe).mean():.3f}")
     print(f"{'what the probe moves':<28}{np.abs(probe - plain).mean():.3f}")

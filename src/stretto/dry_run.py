@@ -17,6 +17,7 @@ from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError, DataError
 from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, check_user_code
 from stretto.check.devices import check_sft_devices, check_trained_on_cpu
+from stretto.check.megatron import check_refused, check_trainer_python, find_megatron
 from stretto.check.models import (
     check_model,
     check_reward_model,
@@ -39,6 +40,7 @@ from stretto.config.root import (
 )
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.monitors import MonitorsSection
+from stretto.config.sections.trainer import TrainerKeys
 from stretto.data.hub_model import find_local, look_up, size
 from stretto.launch.launchers import launcher_of
 from stretto.launch.plan.models import with_model_names
@@ -79,12 +81,22 @@ def rl(cfg: RLConfig) -> str:
     models += [("engine", text) for text in foreign_engines(cfg)]
     rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors, is_fed_here=cfg.ray is None)]
     rows += [*service, *_budget(cfg, lambda: used_before(cfg.run_dir, Progress()))]
+    rows += _backend(cfg.trainer, needs_gpu=cfg.trains_here)
     rows += [("router", f"NOT READY: {router}")] if router else []
     rows += _images(cfg.model) if cfg.inference is None else []
     changed = changes(cfg.run_dir.config("run"), cfg, plan.config) if cfg.resume and cfg.resume.dir is None else []
     lines = "".join(textwrap.shorten(f"changed: {line}", WIDTH, placeholder=" ...") + "\n" for line in changed)
     written = f"{_run_directory(cfg)}\n{lines}its configs and commands are in {directory / 'configs'} and plan.json"
     return _screen(rows, _first_tasks(tasks), table(plan), written, job(cfg))
+
+
+def _backend(trainer: TrainerKeys, *, needs_gpu: bool) -> Rows:
+    """The Python of the trainer's ranks, if it is another, and what Megatron needs."""
+    try:
+        found = check_trainer_python(trainer, needs_gpu=needs_gpu)
+    except ConfigError as error:
+        return [("backend", f"NOT READY: {error}")]
+    return [("backend", found)] if found else []
 
 
 def _budget(cfg: RLConfig | SFTConfig, used: Callable[[], Used]) -> Rows:
@@ -138,11 +150,14 @@ def trainer(cfg: TrainerConfig) -> str:
     """The screen of `trainer` alone."""
     if cfg.model.scratch is None and (here := find_model(cfg.model.name)) is not None:
         check_trainable(here, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
+        if (megatron := find_megatron(cfg)) is not None:
+            check_refused(here.family, here.found, cfg.model, megatron)
     weights = []
     if cfg.model.scratch is None:
         weights = check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)
     checked = check_trainer_hooks(cfg.hooks)
     rows = [*_model(cfg.model), *_devices(cfg.model), *_weight_rows(weights), *_code(checked)]
+    rows += _backend(cfg, needs_gpu=True)
     rows += _monitors(cfg.monitors, is_fed_here=False)  # the orchestrator feeds trackers
     return _screen(
         rows, f"trainer  {_threads(cfg.num_threads)}; batches from port {_batch_port(cfg)}", _run_directory(cfg)

@@ -14,6 +14,7 @@ from stretto.base import rundir
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.check import nodes as node_checks
 from stretto.check.code import check_sft_records, check_user_code
+from stretto.check.megatron import check_trainer_python
 from stretto.check.models import check_model, check_reward_model, check_served, check_trainable, models_of
 from stretto.check.weights import check_weights_of
 from stretto.config.load import load, names_whole_run
@@ -110,11 +111,23 @@ def check_config(cfg: Config) -> Iterator[Finding]:
         ("run directory", _check_directory),
         ("models", _check_models),
         ("checkpoints", _check_room),
+        ("trainer", _check_trainer),
         ("code", _check_code),
         ("rollouts", _check_rollouts),
         ("servers", _check_servers),
     ):
         yield from guarded(name, partial(check, cfg))
+
+
+def _check_trainer(cfg: Config) -> Iterator[Finding]:
+    """The Python of the trainer's ranks, if it is another or has Megatron-Core."""
+    if not isinstance(cfg, RLConfig):
+        return
+    try:
+        if found := check_trainer_python(cfg.trainer, needs_gpu=cfg.trains_here):
+            yield good("trainer", found)
+    except ConfigError as error:
+        yield bad("trainer", str(error))
 
 
 def _check_directory(cfg: Config) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ Source: Megatron-Core 0.19 (transformer/attention.py `get_query_key_value_tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -74,8 +74,10 @@ _MODULES_OF_ENGINE = ("linear_", "layernorm", "output_layer")
 """Modules of Transformer Engine, which ask a checkpoint for a state beside their weights."""
 
 
-def megatron_map(cfg: ModelConfig, where: str) -> TensorMap:
+def megatron_map(cfg: ModelConfig, where: str, *, shapes: Mapping[str, Shape] | None = None) -> TensorMap:
     """The slices that a model's parameters share with Megatron's tensors.
+
+    shapes: those of our parameters; None: as cfg says.
 
     Raises: DataError for a model that has parts without a place there.
     """
@@ -83,8 +85,9 @@ def megatron_map(cfg: ModelConfig, where: str) -> TensorMap:
         raise DataError(
             f"{where}: Megatron's checkpoints of a {cfg.family} are not supported: only of decoders of text"
         )
-    with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in Decoder(cfg).named_parameters()}
+    if shapes is None:
+        with torch.device("meta"):
+            shapes = {name: tuple(parameter.shape) for name, parameter in Decoder(cfg).named_parameters()}
     slices: list[SharedSlice] = []
     for name, shape in shapes.items():
         if (found := list(_slices(cfg, name, shape, shapes))) == []:
@@ -93,7 +96,7 @@ def megatron_map(cfg: ModelConfig, where: str) -> TensorMap:
     return TensorMap.of(shapes, slices)
 
 
-def _slices(cfg: ModelConfig, name: str, shape: Shape, shapes: dict[str, Shape]) -> Iterator[SharedSlice]:
+def _slices(cfg: ModelConfig, name: str, shape: Shape, shapes: Mapping[str, Shape]) -> Iterator[SharedSlice]:
     if name in _WHOLE:
         yield _part(name, _WHOLE[name], shape)
         return

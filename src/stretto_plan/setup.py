@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from stretto.base import process
+from stretto.base.errors import ConfigError
 from stretto.check.degrees import Degrees, Shape, find_degrees
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.inference import InferenceSection
@@ -130,8 +131,13 @@ def build_setup(
 
     gpu: a name of the table; None: the CPU, or H100 for a config that asks for GPUs.
 
-    Raises: ConfigError if the model's shape cannot be had, or a degree does not divide it.
+    Raises: ConfigError if the model's shape cannot be had, a degree does not divide it, or Megatron trains it.
     """
+    if isinstance(cfg, RLConfig) and cfg.trainer.backend != "fsdp":
+        raise ConfigError(
+            f'trainer.backend = "{cfg.trainer.backend}": memory and time of its ranks are not foreseen; leave '
+            "trainer.backend and [trainer.megatron] out to plan for stretto's own trainer"
+        )
     found = find_shape(cfg.model, model_config)
     size = NetworkSize.of(found.shape)
     notes = [f"shape of the model: {found.source}"]

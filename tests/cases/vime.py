@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
+
+import pytest
 
 GUIDE = """
 --actor-num-nodes --actor-num-gpus-per-node --rollout-num-gpus --rollout-num-gpus-per-engine --colocate
@@ -157,6 +160,14 @@ def put_files(directory: Path) -> None:
         (directory / f"{name}.yaml").write_text(json.dumps({"vllm": [{"name": "actor", "server_groups": groups}]}))
     (directory / "two_models.yaml").write_text(TWO_MODELS)
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def put_megatron(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python where `make megatron` makes one; it is not run."""
+    python = directory / "prefix" / "opt" / "megatron" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    monkeypatch.setattr(sys, "prefix", str(directory / "prefix"))
 
 
 def words_of(directory: Path, *parts: str) -> list[str]:

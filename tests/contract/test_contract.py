@@ -22,9 +22,10 @@ from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
 from stretto.config.sections.transport import CollectiveWeights, DeltaSection, FilesystemWeights
 from stretto.models.hub import export_tensors
+from stretto.models.tensor_map import as_whole_slices
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.weight_manifest import WeightGroup
-from stretto.trainer.publish.canary import scaled
+from stretto.trainer.network import scaled
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights import build_publisher, receive
@@ -164,7 +165,7 @@ async def test_a_probe_moves_every_tensor_and_the_version_itself_moves_it_back(c
     try:
         manifest = publisher.publish(6, export_tensors(scratch(6)))
         probed = scratch(6)
-        with scaled(probed):
+        with scaled(as_whole_slices(probed.named_parameters()).values()):
             await client.update_weights(msgspec.structs.replace(manifest, is_probe=True))
             scores = await scores_of(client, PROMPT, "probe")
             np.testing.assert_allclose(scores[1:], logprobs_of(probed, PROMPT), **CLOSE)

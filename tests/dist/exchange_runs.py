@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 
 from stretto.base.errors import DataError, WireError
+from stretto.check.degrees import Degrees
 from stretto.trainer.ranks import exchange
-from stretto.trainer.ranks.mesh import new_values_group, process_group
+from stretto.trainer.ranks.mesh import Mesh, new_values_group, process_group
 from stretto.transports.weights.layout import RankShards
+
+CPU = torch.device("cpu")
 
 
 def exchange_values(rank: int) -> None:
@@ -46,6 +49,22 @@ def refuse_other_things(rank: int) -> None:
             exchange._message = real
 
 
+def share_over_stages(rank: int) -> None:
+    """Two stages of two replicas: batches arrive at the first stage, scores are those of the last."""
+    mesh = Mesh(Degrees(dp_shard=2, pp=2), CPU, is_sharded=False)
+    stage, replica = divmod(rank, 2)
+    assert (mesh.pp_rank, mesh.dp_rank, mesh.is_lead) == (stage, replica, rank == 0)
+    assert mesh.is_batch_lead == (stage == 0) and mesh.is_counted == mesh.is_last_stage == (stage == 1)
+    batch = f"batch {replica}" if mesh.is_batch_lead else None
+    assert mesh.broadcast_batch(batch, str | None) == f"batch {replica}"
+    scores = [np.full(3, float(rank))]
+    (found,) = mesh.from_last_stage(scores, list[np.ndarray])
+    assert (found == 2 + replica).all()
+    sums = {"loss": float(rank), "max/rank": float(rank)} if mesh.is_last_stage else {}
+    assert mesh.reduce(sums) == {"loss": 5.0, "max/rank": 3.0}
+    assert mesh.local_items("abcd") == (["a", "c"] if replica == 0 else ["b", "d"])
+
+
 def listening_addresses() -> set[str]:
     """The IPv4 and IPv6 addresses at which this process listens."""
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
@@ -65,6 +84,10 @@ def as_table(address: str) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["stages"]:
+        with process_group(60.0):
+            share_over_stages(int(os.environ["RANK"]))
+        return
     rank, (reaches,) = int(os.environ["RANK"]), sys.argv[1:] or [None]
     join_timeout_s = 60.0
     if reaches is not None and rank == 0:  # the others wait for it longer than it for them

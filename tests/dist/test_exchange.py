@@ -19,6 +19,10 @@ def test_values_arrive_and_other_things_are_refused(tmp_path: Path) -> None:
     run_ranks("exchange_runs.py", world_size=3, log=tmp_path / "log")
 
 
+def test_batches_and_scores_reach_all_stages_of_a_pipeline(tmp_path: Path) -> None:
+    run_ranks("exchange_runs.py", "stages", world_size=4, log=tmp_path / "log")
+
+
 def test_ranks_listen_on_the_network_of_the_engines_and_wait_for_a_first_rank_that_starts_late(tmp_path: Path) -> None:
     try:
         own = find_address("198.51.100.1")

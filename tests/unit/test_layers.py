@@ -93,7 +93,7 @@ BELOW = {
     "stretto_bench": {"base", "config", "data", "envs", "monitors", "records", "transports"},
     "stretto_triton": {"models"},
     "stretto_routers": {"base", "config"},
-    "stretto_megatron": {"base", "config", "families", "models"},
+    "stretto_megatron": {"base", "config", "families", "models", "records", "trainer"},
     "stretto_start": {"api", "base", "config", "data", "signals"},
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
     "stretto_games": {"base", "envs", "records"},

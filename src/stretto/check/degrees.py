@@ -12,6 +12,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection, cp_style
+from stretto.config.sections.trainer import MegatronSection
 from stretto.data.model_file import ModelFile
 from stretto.families.table import FAMILIES, VISION_FAMILIES, traits_of
 
@@ -29,6 +30,8 @@ class Shape:
     num_experts: int = 0
     family: str = ""
     num_state_heads: int = 0
+    num_layers: int = 0
+    """0: not known."""
 
 
 def read_shape(model: ModelFile) -> Shape | None:
@@ -52,6 +55,7 @@ def read_shape(model: ModelFile) -> Shape | None:
         next((number for number in experts if number), 0),
         family,
         math.gcd(*(found.get(f"linear_num_{part}_heads") or 0 for part in ("key", "value"))),
+        found.get("num_hidden_layers") or 0,
     )
 
 
@@ -64,6 +68,7 @@ class Degrees:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    pp: int = 1
     splits_tokens: bool = False
     """Ranks of tp split the tokens of a pass outside the layers that they cut, and may have different experts."""
 
@@ -79,7 +84,7 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.cp * self.tp
+        return self.dp * self.cp * self.tp * self.pp
 
 
 def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
@@ -132,6 +137,87 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
         ep=_expert_degree(section, island, shape),
         splits_tokens=section.sequence_parallel and section.tp > 1,
     )
+
+
+def find_megatron_degrees(model: ModelSection, section: MegatronSection, world_size: int, shape: Any) -> Degrees:
+    """The degrees with trainer.backend = "megatron"; what tp, cp and pp leave is dp.
+
+    shape: a Shape, or a model's own config, which has the same fields.
+
+    Raises: ConfigError naming the key, and the values it may have.
+    """
+    cut, stages = model.tp * model.cp * section.pp, "trainer.megatron"
+    if world_size % cut:
+        raise ConfigError(
+            f"[model] tp = {model.tp} x cp = {model.cp} x {stages}.pp = {section.pp} does not divide the {world_size} "
+            f"trainer ranks; valid products: {_listed(_divisors(world_size))}"
+        )
+    if model.dp_replicate > 1:
+        raise ConfigError(
+            f"[model] dp_replicate = {model.dp_replicate}: Megatron has whole weights on each rank that tp, pp and ep "
+            "leave; leave dp_replicate out"
+        )
+    _divides("tp", model.tp, shape.num_kv_heads, f"the {shape.num_kv_heads} key and value heads of this model")
+    _divides("tp", model.tp, shape.intermediate_size, f"intermediate_size = {shape.intermediate_size}")
+    _check_stages(section, shape.num_layers)
+    dp = world_size // cut
+    return Degrees(
+        dp_shard=dp, cp=model.cp, tp=model.tp, ep=_megatron_experts(model, section, dp, shape), pp=section.pp,
+        splits_tokens=model.tp > 1,
+    )  # fmt: skip
+
+
+def _check_stages(section: MegatronSection, num_layers: int) -> None:
+    """Raises: ConfigError for stages that would not have equally many layers, but for those that are given."""
+    key, given = "trainer.megatron", [n for n in (section.first_stage_layers, section.last_stage_layers) if n]
+    if section.pp == 1:
+        if given or section.virtual_stages > 1:
+            raise ConfigError(
+                f"{key}: first_stage_layers, last_stage_layers and virtual_stages are of pipelines, and pp = 1; raise "
+                "pp, or leave them out"
+            )
+        return
+    if not num_layers:
+        return
+    left, others = num_layers - sum(given), section.pp - len(given)
+    if left < others or (left % others if others else left):
+        raise ConfigError(
+            f"{key}.pp = {section.pp}: the {num_layers} layers of this model"
+            + (f", {sum(given)} of them in stages of their own," if given else "")
+            + f" do not make equal stages; valid without first_stage_layers and last_stage_layers: "
+            f"{_listed(_divisors(num_layers))}"
+        )
+    sizes = {*given, *([left // others] if others else [])}
+    if uneven := [size for size in sizes if size % section.virtual_stages]:
+        raise ConfigError(
+            f"{key}.virtual_stages = {section.virtual_stages} does not divide the {uneven[0]} layers of a stage; "
+            f"valid: {_listed(_divisors(math.gcd(*sizes)))}"
+        )
+
+
+def _megatron_experts(model: ModelSection, section: MegatronSection, dp: int, shape: Any) -> int:
+    ranks = dp * model.cp * model.tp
+    if not shape.num_experts:
+        if model.ep not in ("auto", 1) or section.etp > 1:
+            raise ConfigError(
+                f"[model] ep = {model.ep} and trainer.megatron.etp = {section.etp}, but the policy has no experts; "
+                "leave them out"
+            )
+        return 1
+    if ranks % section.etp:
+        raise ConfigError(
+            f"trainer.megatron.etp = {section.etp} does not divide tp x cp x dp = {ranks} ranks; valid: "
+            f"{_listed(_divisors(ranks))}"
+        )
+    valid = [n for n in _divisors(ranks // section.etp) if shape.num_experts % n == 0]
+    if model.ep == "auto":
+        return valid[-1]
+    if model.ep not in valid:
+        raise ConfigError(
+            f"[model] ep = {model.ep} must divide both tp x cp x dp / etp = {ranks // section.etp} ranks and the "
+            f'{shape.num_experts} experts; valid: {_listed(valid)}, or "auto"'
+        )
+    return int(model.ep)
 
 
 def check_vision(section: ModelSection, family: str, *, has_other_tower: bool = False) -> None:

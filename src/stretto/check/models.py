@@ -18,17 +18,26 @@ from typing import Any, get_args
 from stretto import addons
 from stretto.base import process, rundir
 from stretto.base.errors import ConfigError, meant_path
-from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
+from stretto.check.degrees import (
+    Shape,
+    check_vision,
+    find_degrees,
+    find_megatron_degrees,
+    find_plain_degrees,
+    read_shape,
+)
+from stretto.check.megatron import check_refused, find_megatron
 from stretto.check.vllm_adapters import check_policy_adapter
 from stretto.check.vllm_models import ServedModel
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.distill import TaughtAlgo
 from stretto.config.sections.inference import InferenceSection
-from stretto.config.sections.model import Family, ModelSection
+from stretto.config.sections.model import Family, ModelSection, ScratchSection
 from stretto.config.sections.sft import RewardSection
+from stretto.config.sections.trainer import MegatronSection
 from stretto.data.hub_model import find_config, is_hub_name
 from stretto.data.model_file import ModelFile, has_own_family
-from stretto.families.table import SPARSE_FAMILIES
+from stretto.families.table import FAMILIES, SPARSE_FAMILIES
 
 _SAME = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
@@ -58,8 +67,15 @@ def find_model(name: str) -> ModelFile | None:
 
 def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
     """Check the model's shape against what trains and serves it. must_exist: as in `check_model`."""
-    has_replay = cfg.trainer.enable_router_replay
-    check_model(cfg.model, cfg.num_train_ranks, "model", has_replay=has_replay, must_exist=must_exist)
+    trainer = cfg.trainer
+    check_model(
+        cfg.model,
+        cfg.num_train_ranks,
+        "model",
+        has_replay=trainer.enable_router_replay,
+        must_exist=must_exist,
+        megatron=find_megatron(trainer),
+    )
     if cfg.num_critic_ranks:
         check_model(cfg.model, cfg.num_critic_ranks, "model, of the ranks in trainer.critic.placement")
     check_engine_model(cfg)
@@ -72,14 +88,24 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
 
 
 def check_model(
-    model: ModelSection, num_ranks: int, path: str, *, has_replay: bool = False, must_exist: bool = False
+    model: ModelSection,
+    num_ranks: int,
+    path: str,
+    *,
+    has_replay: bool = False,
+    must_exist: bool = False,
+    megatron: MegatronSection | None = None,
 ) -> None:
     """Check parallel degrees and model options against the model; path names its section in messages.
 
     must_exist: refuse a model that is not there, before `--clean` deletes anything; else a warm-up may still make it.
+    megatron: how Megatron trains it; None: our own modules do.
 
     Raises: ConfigError naming the key, the value and what this model allows.
     """
+    if megatron is not None and (scratch := model.scratch) is not None:
+        check_refused(scratch.family, {}, model, megatron)
+        find_megatron_degrees(model, megatron, num_ranks, _scratch_shape(scratch))
     here = None if model.scratch is not None else find_model(model.name)
     if here is None:
         if must_exist and model.scratch is None:
@@ -97,7 +123,11 @@ def check_model(
         is_other = shape is None and here.found.get("vision_config") is not None
         name = "model of text" if shape is None else shape.family
         check_vision(model, here.family if is_other else name, has_other_tower=is_other)
-        if shape is None:
+        if megatron is not None:
+            check_refused(here.family, here.found, model, megatron)
+            assert shape is not None, "Megatron computes only some of our own families"
+            find_megatron_degrees(model, megatron, num_ranks, shape)
+        elif shape is None:
             find_plain_degrees(model, num_ranks)
         else:
             find_degrees(model, num_ranks, shape)
@@ -105,6 +135,18 @@ def check_model(
         raise ConfigError(f"{model.name}: {str(error).replace('[model', f'[{path}')}") from None
     for key, why in _unused_keys(model, shape, has_replay=has_replay):
         raise ConfigError(f"{model.name}: {key.format(path=path)} {why}; leave it out")
+
+
+def _scratch_shape(scratch: ScratchSection) -> Shape:
+    moe = FAMILIES[scratch.family].scratch(scratch).get("moe")
+    return Shape(
+        scratch.num_heads,
+        scratch.num_kv_heads,
+        scratch.intermediate_size,
+        0 if moe is None else moe.num_experts,
+        scratch.family,
+        num_layers=scratch.num_layers,
+    )
 
 
 def check_reward_model(cfg: SFTConfig) -> None:

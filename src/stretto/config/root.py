@@ -220,9 +220,21 @@ class RLConfig(RunKeys, ClusterRoot):
         return self.dry_run and (any(self.gpu_counts) or any(self.gpu_ids) or needs_cuda)
 
     @property
+    def trains_here(self) -> bool:
+        """Whether the trainer's ranks are on the machine of the command, and no GPUs are assumed."""
+        is_one = self.deployment.type == "single_node" and self.slurm is None and self.ray is None
+        return is_one and not self.asks_for_gpus
+
+    @property
     def num_train_ranks(self) -> int:
-        """Processes of the trainer: a data-parallel rank is cp x tp of them."""
-        return self.orchestrator.num_train_workers * self.model.cp * self.model.tp
+        """Processes of the trainer: a data-parallel rank is cp x tp of them, of each pipeline stage."""
+        return self.orchestrator.num_train_workers * self.ranks_per_worker
+
+    @property
+    def ranks_per_worker(self) -> int:
+        """Processes of the trainer that train on the same micro batches."""
+        stages = self.trainer.megatron.pp if self.trainer.megatron is not None else 1
+        return self.model.cp * self.model.tp * stages
 
     @property
     def critic_placement(self) -> CriticPlacement | None:

@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stretto import addons
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import load_tokenizer
+from stretto.check.megatron import find_megatron
 from stretto.check.models import check_quantize
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.model import ModelSection
@@ -23,6 +25,7 @@ from stretto.trainer.batch.token_export import export_tokens
 from stretto.trainer.critic import Critic, load_critic
 from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
+from stretto.trainer.network import NetworkBuilder, TorchNetwork
 from stretto.trainer.ranks.mesh import Mesh, build_mesh, training_device
 
 logger = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
                 f"policy {policy.output_weight.shape[0]}; give a reference of the same family"
             )
     logger.info("%d parameters on %s", sum(p.numel() for p in policy.parameters()), training_device())
-    mesh = build_mesh(cfg.model, policy.config)
+    mesh = build_mesh(cfg.model, policy.config, find_megatron(cfg))
     if cfg.hooks.model is not None and mesh.degrees.ep > 1:
         raise ConfigError(
             f"trainer.hooks.model changes whole layers, and {mesh.degrees.ep} ranks would share the experts of this "
@@ -68,7 +71,19 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
         critic=critic,
         has_critic_elsewhere=cfg.critic is not None and critic is None,
         frozen_steps=0 if cfg.critic is None else cfg.critic.num_critic_only_steps,
+        build=find_builder(cfg),
     )
+
+
+def find_builder(cfg: TrainerConfig) -> NetworkBuilder:
+    """What makes networks with trainer.backend.
+
+    Raises: ConfigError if it is of an add-on that is not there.
+    """
+    if (section := find_megatron(cfg)) is None:
+        return TorchNetwork
+    build = addons.load("stretto.networks", cfg.backend, f'trainer.backend = "{cfg.backend}"')
+    return partial(build, section=section)
 
 
 def token_folder(cfg: TrainerConfig, mesh: Mesh) -> Path:
@@ -112,7 +127,7 @@ def build_critic(
         raise ConfigError('[trainer.critic] needs impl = "custom"; model.impl = "hf" has no value output')
     network = load_critic_network(cfg, section, tokens)
     _check_vocabulary(*(m.model.embed_tokens.weight.shape[0] for m in (network, policy)))
-    return Critic(network, section=section, model=_unadapted(cfg), optim=cfg.optim, mesh=mesh)
+    return Critic(network, section=section, model=_unadapted(cfg), optim=cfg.optim, mesh=mesh, build=find_builder(cfg))
 
 
 def _unadapted(cfg: TrainerConfig) -> ModelSection:
@@ -140,8 +155,11 @@ def build_critic_alone(cfg: TrainerConfig) -> tuple[Critic, Path]:
     if cfg.model.scratch is None:
         policy_size = hub.load_config(fetch(cfg.model.name, has_weights=False)).vocab_size
     _check_vocabulary(critic_size, policy_size or critic_size)
-    mesh = build_mesh(cfg.model, network.config)
-    return Critic(network, section=cfg.critic, model=_unadapted(cfg), optim=cfg.optim, mesh=mesh), directory
+    mesh = build_mesh(cfg.model, network.config, find_megatron(cfg))
+    critic = Critic(
+        network, section=cfg.critic, model=_unadapted(cfg), optim=cfg.optim, mesh=mesh, build=find_builder(cfg)
+    )
+    return critic, directory
 
 
 def _check_vocabulary(critic: int, policy: int) -> None:

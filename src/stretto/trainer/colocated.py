@@ -11,12 +11,11 @@ import logging
 import time
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.models.native.memory_offload import MemoryOffload
 from stretto.trainer.learner import Learner
 from stretto.trainer.network import Network
-from stretto.trainer.parallel.shard import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +49,5 @@ class TrainerMemory:
         return [self._learner.network, *([] if critic is None else [critic.network])]
 
     def _tensors(self) -> Iterator[Tensor]:
-        modules: list[nn.Module | None] = [self._learner.reference, *(n.module for n in self._networks())]
-        for module in modules:
-            if module is not None:
-                yield from (local_tensor(each.detach()) for each in (*module.parameters(), *module.buffers()))
         for network in self._networks():
-            yield from (local_tensor(each.detach()) for each in network.weights.parameters)
-            for state in network.optimizer.state.values():
-                yield from (local_tensor(each.detach()) for each in state.values() if isinstance(each, Tensor))
+            yield from network.tensors()

@@ -27,9 +27,8 @@ from stretto.records.sample import MicroBatch
 from stretto.records.token_counts import ComponentWeights
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import PassInputs
-from stretto.trainer.network import Network
+from stretto.trainer.network import NetworkBuilder, Scores, TorchNetwork
 from stretto.trainer.optim.schedule import learning_rate
-from stretto.trainer.parallel.scores import compute_values
 from stretto.trainer.ranks.mesh import Mesh, num_ranks, training_device
 from stretto.trainer.state.learner_state import LearnerState, StateSource, TensorInfo, add_prefix, select_prefix
 
@@ -57,13 +56,21 @@ class Critic:
     """Trains a critic on returns; call `forward_backward`, then `optim_step`."""
 
     def __init__(
-        self, module: Decoder, *, section: CriticSection, model: ModelSection, optim: Optim, mesh: Mesh | None = None
+        self,
+        module: Decoder,
+        *,
+        section: CriticSection,
+        model: ModelSection,
+        optim: Optim,
+        mesh: Mesh | None = None,
+        build: NetworkBuilder = TorchNetwork,
     ) -> None:
+        """build: makes the network that computes and updates the module."""
         model = model if section.ac is None else model.model_copy(update={"ac": section.ac})
-        self.section, self._model = section, model
+        self.section = section
         optim = section.optim or optim.model_copy(update={"lr": section.lr or optim.lr})
         self._warmup = ConstantScheduler(warmup_steps=section.lr_warmup_steps)
-        self.network = Network(
+        self.network = build(
             module, model=model, optim=optim, mesh=mesh, error_prefix="the critic's ", lr_key="trainer.critic.lr"
         )
         self.module, self.mesh = module, self.network.mesh
@@ -118,16 +125,15 @@ class Critic:
         self.step = source.values["step"]
         self.network.weights.copy_to_model()
 
-    @torch.no_grad()
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Float[np.ndarray, " _"]]:
         """Per micro batch, float32 [tokens]: the value before each rl token, 0 elsewhere."""
         by_micro_batch = [np.zeros(len(mb.token_ids), np.float32) for mb in micro_batches]
-        for index, inputs in self.network.passes(micro_batches, token_mask=rl_token_mask):
-            values = compute_values(self.module, inputs, self.mesh, self._model)
-            if index is not None:
-                by_micro_batch[index][inputs.sources] = values.cpu().numpy()
-        self.network.weights.reshard()
-        return by_micro_batch
+
+        def score(index: int, inputs: PassInputs, scores: Scores) -> None:
+            by_micro_batch[index][inputs.sources] = scores.values.cpu().numpy()
+
+        self.network.run(micro_batches, score, is_training=False, token_mask=rl_token_mask)
+        return self.mesh.from_last_stage(by_micro_batch, list[np.ndarray])
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of one update; all ranks must call it.
@@ -137,17 +143,13 @@ class Critic:
         num_tokens = sum(int(np.count_nonzero(rl_token_mask(mb))) for mb in micro_batches)
         count = self.mesh.reduce({"tokens": float(num_tokens)})["tokens"]
         self._has_gradient = count > 0  # a batch may have no rl token, as in distillation
-        for index, inputs in self.network.passes(micro_batches, token_mask=rl_token_mask):
-            values = compute_values(self.module, inputs, self.mesh, self._model)
-            if index is None:
-                (values * 0.0).sum().backward()
-                continue
-            mb = micro_batches[index]
+
+        def score(index: int, inputs: PassInputs, scores: Scores) -> Tensor:
+            mb, values = micro_batches[index], scores.values
             assert mb.values is not None and mb.returns is not None, "estimate values before training on them"
             old, returns = (self._picked(stream, inputs) for stream in (mb.values, mb.returns))
             losses = value_loss(values, old, returns, clip=self.section.value_clip)
             loss = weighted_sum(losses.loss, torch.ones_like(values)) / count
-            loss.backward()
             values = values.detach()
             self._sums.add(
                 {
@@ -160,7 +162,9 @@ class Critic:
                     "is_clipped": losses.is_clipped.sum(),
                 }
             )
-        self.network.weights.collect_gradients()
+            return loss
+
+        self.network.run(micro_batches, score, is_training=True, token_mask=rl_token_mask)
 
     def optim_step(self, step: int) -> None:
         """Update the weights, in step `step` of the run.

@@ -91,7 +91,7 @@ class CriticProcess:
         if self.wire is not None:
             peers = self.wire.roles.policies_of(self.mesh.dp_rank)
             messages = [self.wire.receive(Batch | Command, peer) for peer in peers]
-        messages = self.mesh.broadcast_to_cp_tp(messages, list[Batch | Command] | None)
+        messages = self.mesh.broadcast_batch(messages, list[Batch | Command] | None)
         assert messages, "the batch lead has received them"
         batches = [message for message in messages if isinstance(message, Batch)]
         if len(batches) == len(messages):
@@ -157,7 +157,7 @@ class CriticProcess:
             for peer, values_of_peer in zip(peers, values):
                 self.wire.send(Values(tuple(values_of_peer)), peer)
             targets = [self.wire.receive(Targets, peer) for peer in peers]
-        targets = self.mesh.broadcast_to_cp_tp(targets, list[Targets] | None)
+        targets = self.mesh.broadcast_batch(targets, list[Targets] | None)
         assert targets is not None, "the batch lead has received them"
         return targets
 

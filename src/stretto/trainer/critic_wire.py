@@ -226,7 +226,7 @@ class RemoteCritic:
         """Per micro batch, float32 [tokens]: the value before each rl token, 0 elsewhere."""
         start = time.perf_counter()
         values = None if self._wire is None else self._wire.receive(Values, self._peer)
-        values = self._mesh.broadcast_to_cp_tp(values, Values | None)
+        values = self._mesh.broadcast_batch(values, Values | None)
         assert values is not None, "the batch lead has received them"
         self._waits["time/wait_for_values"] = time.perf_counter() - start
         return list(values.values)

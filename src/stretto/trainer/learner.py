@@ -40,13 +40,9 @@ from stretto.records.token_counts import TokenCounts, counts_of_step, has_signal
 from stretto.records.weight_manifest import AdapterInfo
 from stretto.trainer.batch.metrics import StepSums, ratio_sums, sums_by_env
 from stretto.trainer.batch.pass_inputs import PassInputs
-from stretto.trainer.batch.routing import build_routers
 from stretto.trainer.critic import Critic
-from stretto.trainer.network import Network, PassCounts
+from stretto.trainer.network import NetworkBuilder, PassCounts, Scores, TorchNetwork, Wanted
 from stretto.trainer.optim.schedule import learning_rate
-from stretto.trainer.parallel.precision import apply_fp8
-from stretto.trainer.parallel.scores import compute_logprobs
-from stretto.trainer.parallel.shard import parallelise
 from stretto.trainer.parallel.weights import Publication
 from stretto.trainer.ranks.mesh import Mesh, num_ranks, run_on_lead, training_device
 from stretto.trainer.state.learner_state import LearnerState, StateSource, select_prefix
@@ -156,8 +152,11 @@ class Learner:
         critic: Critic | None = None,
         has_critic_elsewhere: bool = False,
         frozen_steps: int = 0,
+        build: NetworkBuilder = TorchNetwork,
     ) -> None:
         """frozen_steps: the number of first steps that do not update the policy; its schedule starts after them.
+
+        build: makes the network that computes and updates the policy.
 
         has_critic_elsewhere: the critic has ranks of its own, which load its state from checkpoints.
         """
@@ -165,7 +164,6 @@ class Learner:
         self.critic, self._frozen_steps = critic, frozen_steps
         self._schedule_start = 0  # the step after which the schedule began
         self._has_critic_elsewhere = has_critic_elsewhere
-        self._routers = build_routers(policy, model, is_replaying=enable_router_replay)
         self._is_replaying = enable_router_replay
         self.step = 0
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
@@ -173,19 +171,12 @@ class Learner:
         if isinstance(self._loss, CustomLoss):
             load_loss(self._loss)
         assert reference is not None or self._loss.reference_kl is None, "a loss with reference_kl needs a reference"
-        self._reference = reference
-        self.network = Network(policy, model=model, optim=optim, mesh=mesh)
-        self.mesh = self.network.mesh
+        self.network = build(
+            policy, model=model, optim=optim, mesh=mesh, reference=reference, router_replay=enable_router_replay
+        )
+        self.mesh, self._routers = self.network.mesh, self.network.routers
         self._index_coeff = model.indexer_kl_coeff
-        if self._index_coeff is not None:  # the loss of an index is a mean over all tokens of all documents
-            self.network.sharing = "off"
         self._publication = Publication(self.network.weights)
-        if reference is not None:
-            apply_fp8(reference, model)
-            if not reference.shares_prefixes:
-                self.network.sharing = "off"
-            if self.mesh.world_size > 1:
-                parallelise(reference, self.mesh, model)
         self.user = UserFunctions()
         """A user's functions in the loss; `user.loss` also gets the micro batch, the indices of its trained tokens, and
         the logits that predict these."""
@@ -200,7 +191,6 @@ class Learner:
 
         Raises: DataError when a batch does not fit the model, or trains no token.
         """
-        with_samples = needs_samples(self._loss) or self.user != UserFunctions()
         local_sums = counts_of_step(micro_batches, self._loss.reduction)._asdict()
         local_sums |= {
             "tokens": float(sum(len(mb.token_ids) for mb in micro_batches)),
@@ -221,43 +211,48 @@ class Learner:
             assert self._routers is not None, "refused by build_routers"
             for mb in micro_batches:
                 self._routers.check(mb)
-        for index, inputs in self.network.passes(
-            micro_batches, passes, with_samples=with_samples, with_routes=self._is_replaying
-        ):
-            if index is None:
-                self._run_idle_pass(inputs)
-                continue
-            mb = micro_batches[index]
-            user, logits = self.user, list[Tensor]()
-            logprobs, entropy = self._logprobs(
-                inputs, entropy_grad=self._loss.entropy_coef is not None, with_alternatives=True, logits=logits
-            )
-            alternatives = None
-            if logprobs.ndim == 2:
-                logprobs, alternatives = logprobs[:, 0], logprobs[:, 1:]
-            if user.loss is not None:
-                user = replace(user, loss=partial(user.loss, mb, inputs.sources, *logits))
-            inputs = replace(inputs, streams=inputs.streams.filled_in(logprobs))
-            loss, token_sums = total_loss(
-                logprobs,
-                inputs.streams,
-                counts,
-                self._loss,
-                entropy=entropy,
-                reference_logprobs=self._reference_logprobs(inputs),
-                alternative_logprobs=alternatives,
-                user=user,
-            )
-            loss.backward()
-            entropy = entropy.detach()
-            token_sums |= ratio_sums(mb, inputs, logprobs.detach(), self.step) | {"loss": loss.detach()}
-            token_sums["entropy"] = (entropy * inputs.streams.is_sampled).sum()
-            if len(set(mb.envs)) > 1:
-                token_sums |= sums_by_env(mb, inputs, logprobs.detach(), entropy)
-            self._sums.add(token_sums)
-            for observe in self.observers if self.mesh.is_batch_lead else ():
-                observe(self.step + 1, mb, inputs, logprobs, entropy)
-        self.network.weights.collect_gradients()
+        wanted = Wanted(
+            samples=needs_samples(self._loss) or self.user != UserFunctions(),
+            entropy_grad=self._loss.entropy_coef is not None,
+            alternatives=True,
+            logits=self.user.loss is not None,
+            reference=self._loss.reference_kl is not None,
+        )
+
+        def score(index: int, inputs: PassInputs, scores: Scores) -> Tensor:
+            return self._loss_of(micro_batches[index], inputs, scores, counts)
+
+        self.network.run(micro_batches, score, is_training=True, wanted=wanted, counts=passes)
+
+    def _loss_of(self, mb: MicroBatch, inputs: PassInputs, scores: Scores, counts: TokenCounts) -> Float[Tensor, ""]:
+        """The loss of one pass, whose sums are added to the metrics of the step.
+
+        counts: the trained tokens of all micro batches of all ranks.
+        """
+        logprobs, entropy, user = scores.values, scores.entropy, self.user
+        assert entropy is not None, "a policy has a vocabulary"
+        if user.loss is not None:
+            user = replace(user, loss=partial(user.loss, mb, inputs.sources, scores.logits))
+        inputs = replace(inputs, streams=inputs.streams.filled_in(logprobs))
+        loss, token_sums = total_loss(
+            logprobs,
+            inputs.streams,
+            counts,
+            self._loss,
+            entropy=entropy,
+            reference_logprobs=scores.reference,
+            alternative_logprobs=scores.alternatives,
+            user=user,
+        )
+        entropy = entropy.detach()
+        token_sums |= ratio_sums(mb, inputs, logprobs.detach(), self.step) | {"loss": loss.detach()}
+        token_sums["entropy"] = (entropy * inputs.streams.is_sampled).sum()
+        if len(set(mb.envs)) > 1:
+            token_sums |= sums_by_env(mb, inputs, logprobs.detach(), entropy)
+        self._sums.add(token_sums)
+        for observe in self.observers if self.mesh.is_counted else ():
+            observe(self.step + 1, mb, inputs, logprobs, entropy)
+        return loss
 
     def optim_step(self) -> dict[str, float]:
         """Clip the gradient, update the weights and end the step; its metrics.
@@ -311,7 +306,7 @@ class Learner:
     @property
     def reference(self) -> Policy | None:
         """The frozen model that the policy is compared with."""
-        return self._reference
+        return self.network.reference
 
     def end_step(self) -> dict[str, float]:
         """End the step; metrics over all its updates, empty if there were none."""
@@ -336,7 +331,6 @@ class Learner:
         """The means over the passes of a step, on all ranks."""
         return self._sums.pop_means(self.mesh.reduce)
 
-    @torch.no_grad()
     def trained_logprobs(
         self, micro_batches: Sequence[MicroBatch], *, is_reference: bool = False
     ) -> list[Float[np.ndarray, " _"]]:
@@ -344,44 +338,51 @@ class Learner:
 
         They are those of the current policy, or of the reference. All ranks must call it.
         """
-        policy = self._reference if is_reference else None
-        assert not is_reference or policy is not None, "there is no reference"
         by_micro_batch = [np.zeros(len(mb.token_ids), np.float32) for mb in micro_batches]
-        for index, inputs in self.network.passes(micro_batches, with_routes=self._is_replaying):
-            logprobs = self._logprobs(inputs, policy)[0]
-            if index is not None:
-                by_micro_batch[index][inputs.sources] = logprobs.cpu().numpy()
-        self.network.weights.reshard()
-        return by_micro_batch
 
-    @torch.no_grad()
+        def score(index: int, inputs: PassInputs, scores: Scores) -> None:
+            by_micro_batch[index][inputs.sources] = scores.values.cpu().numpy()
+
+        self.network.run(micro_batches, score, is_training=False, of_reference=is_reference)
+        return self.mesh.from_last_stage(by_micro_batch, list[np.ndarray])
+
     def logprobs(self, mb: MicroBatch) -> tuple[Float[np.ndarray, " tokens"], Float[np.ndarray, " tokens"]]:
-        """Log-probability and entropy of every token; 0 at a document's first token and in images."""
-        is_scored = np.ones(len(mb.token_ids), dtype=bool)
-        is_scored[np.asarray(mb.cu_seqlens[:-1])[np.diff(mb.cu_seqlens) > 0]] = False
-        if (vision := self.network.vision) is not None:
-            is_scored &= mb.token_ids != vision.image_token_id
+        """Log-probability and entropy of every token; 0 at a document's first token and in images.
+
+        All ranks must call it.
+        """
         out = np.zeros((2, len(mb.token_ids)), dtype=np.float32)
-        inputs = self.network.build_inputs(mb, is_scored=is_scored, sharing="off", with_routes=self._is_replaying)
-        if inputs is not None:
-            for stream, values in zip(out, self._logprobs(inputs)):
+
+        def is_scored(mb: MicroBatch) -> Bool[np.ndarray, " tokens"]:
+            found = np.ones(len(mb.token_ids), dtype=bool)
+            found[np.asarray(mb.cu_seqlens[:-1])[np.diff(mb.cu_seqlens) > 0]] = False
+            if (vision := self.network.vision) is not None:
+                found &= mb.token_ids != vision.image_token_id
+            return found
+
+        def score(index: int, inputs: PassInputs, scores: Scores) -> None:
+            assert scores.entropy is not None, "a policy has a vocabulary"
+            for stream, values in zip(out, (scores.values, scores.entropy)):
                 stream[inputs.sources] = values.cpu().numpy()
-            self.network.weights.reshard()
+
+        alone = Wanted(shares_prefixes=False)
+        self.network.run([mb], score, is_training=False, wanted=alone, token_mask=is_scored)
+        out = self.mesh.from_last_stage(out, np.ndarray)
         return out[0], out[1]
 
-    @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Mean negative log-likelihood of the ce tokens over all ranks, in nats; weights and metrics do not change.
 
         Every rank must call it with its share of the micro batches.
         """
         total, num_tokens = 0.0, 0
-        for index, inputs in self.network.passes(micro_batches, token_mask=_ce_token_mask):
-            logprobs = self._logprobs(inputs)[0]
-            if index is not None:
-                total -= float(logprobs.double().sum())
-                num_tokens += len(logprobs)
-        self.network.weights.reshard()
+
+        def score(index: int, inputs: PassInputs, scores: Scores) -> None:
+            nonlocal total, num_tokens
+            total -= float(scores.values.double().sum())
+            num_tokens += len(scores.values)
+
+        self.network.run(micro_batches, score, is_training=False, token_mask=_ce_token_mask)
         sums = self.mesh.reduce({"nll": total, "tokens": float(num_tokens)})
         return {"nll": sums["nll"] / max(sums["tokens"], 1.0), "tokens": sums["tokens"]}
 
@@ -457,51 +458,6 @@ class Learner:
         self.network.weights.copy_to_model()
         if self.critic is not None:
             self.critic.network.weights.copy_to_model()
-
-    def _run_idle_pass(self, inputs: PassInputs) -> None:
-        """Run a pass that adds zeros to the gradients: other ranks wait for its collectives."""
-        logprobs, _ = self._logprobs(inputs, is_measured=False)
-        self._reference_logprobs(inputs)
-        (logprobs * 0.0).sum().backward()
-
-    def _logprobs(
-        self,
-        inputs: PassInputs,
-        policy: Policy | None = None,
-        *,
-        entropy_grad: bool = False,
-        is_measured: bool = True,
-        with_alternatives: bool = False,
-        logits: list[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of every trained token under a policy (None: the trained one).
-
-        with_alternatives: those of its alternatives follow, if it has any.
-        logits: a list to which the trained tokens' logits, float32 [trained, vocab], are appended for a user's loss.
-        """
-        is_measured = is_measured and torch.is_grad_enabled()
-        if self.user.loss is None:
-            logits = None
-        routing, routers = None, self._routers
-        if policy is None and routers is not None:
-            routing = routers.routing(inputs, is_measured=is_measured)
-        scores = compute_logprobs(
-            policy or self.policy,
-            inputs,
-            self.mesh,
-            self._model,
-            routing=routing,
-            entropy_grad=entropy_grad,
-            with_alternatives=with_alternatives,
-            logits=logits,
-        )
-        if routing is not None and routers is not None and is_measured:
-            routers.add(routing)
-        return scores
-
-    @torch.no_grad()
-    def _reference_logprobs(self, inputs: PassInputs) -> Tensor | None:
-        return None if self._loss.reference_kl is None else self._logprobs(inputs, self._reference)[0]
 
 
 def _ce_token_mask(mb: MicroBatch) -> Bool[np.ndarray, " tokens"]:

@@ -34,8 +34,7 @@ from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pairs import PairBatch, Pairs, pack_pairs
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.learner import Learner, load_policy
-from stretto.trainer.network import PassCounts
-from stretto.trainer.parallel.scores import compute_values
+from stretto.trainer.network import PassCounts, Scores
 from stretto.trainer.ranks.mesh import num_ranks, run_on_lead, training_device
 
 if TYPE_CHECKING:
@@ -83,8 +82,9 @@ class PairLearner(Learner):
         """common: the arguments of a Learner."""
         super().__init__(policy, **common)
         self.pair_loss = pair_loss
-        self._is_scorer = has_value_head(policy)
-        assert self._is_scorer == isinstance(pair_loss, RewardSection), "a reward needs a value head, DPO a vocabulary"
+        assert has_value_head(policy) == isinstance(pair_loss, RewardSection), (
+            "a reward needs a value head, DPO a vocabulary"
+        )
         self._pair_sums = StepSums()
 
     @property
@@ -98,49 +98,33 @@ class PairLearner(Learner):
         local = {"pairs": float(sum(len(batch.indices) for batch in batches))}
         sums = self.mesh.reduce(local | self.network.count_passes(rows))
         num_pairs = sums.pop("pairs")
-        for index, inputs in self.network.passes(rows, PassCounts.of(sums)):
-            values = self._values(inputs, is_measured=index is not None)
-            if index is None:
-                (values * 0.0).sum().backward()
-                continue
-            losses, facts = self._losses(values, inputs, batches[index])
-            (losses.sum() / num_pairs).backward()
-            self._pair_sums.add(facts)
-        self.network.weights.collect_gradients()
 
-    @torch.no_grad()
+        def score(index: int, inputs: PassInputs, scores: Scores) -> Tensor:
+            losses, facts = self._losses(scores.values, inputs, batches[index])
+            self._pair_sums.add(facts)
+            return losses.sum() / num_pairs
+
+        self.network.run(rows, score, is_training=True, counts=PassCounts.of(sums))
+
     def evaluate(self, batches: Sequence[PairBatch]) -> dict[str, float]:  # type: ignore[override]
         """Means over the pairs of all ranks, `loss` among them; weights and metrics do not change."""
         found = StepSums()
-        for index, inputs in self.network.passes([batch.micro_batch for batch in batches]):
-            values = self._values(inputs)
-            if index is not None:
-                found.add(self._losses(values, inputs, batches[index])[1])
-        self.network.weights.reshard()
+
+        def score(index: int, inputs: PassInputs, scores: Scores) -> None:
+            found.add(self._losses(scores.values, inputs, batches[index])[1])
+
+        self.network.run([batch.micro_batch for batch in batches], score, is_training=False)
         return _means(found.pop_sums(self.mesh.reduce))
 
-    @torch.no_grad()
     def reply_scores(self, batches: Sequence[PairBatch]) -> list[Float[np.ndarray, "pairs 2"]]:
         """Both replies' log-probability (nats) or score of each pair of this rank's rows; all ranks must call it."""
         found = [np.zeros((len(batch.indices), 2)) for batch in batches]
-        for index, inputs in self.network.passes([batch.micro_batch for batch in batches]):
-            values = self._values(inputs)
-            if index is not None:
-                found[index] = self._by_reply(values, inputs, len(found[index])).double().cpu().numpy()
-        self.network.weights.reshard()
-        return found
 
-    def _values(self, inputs: PassInputs, *, is_measured: bool = True) -> Float[Tensor, " trained"]:
-        """Log-probabilities of the trained tokens, or the scores of the texts before them."""
-        if not self._is_scorer:
-            return self._logprobs(inputs, is_measured=is_measured)[0]
-        assert isinstance(self.policy, Decoder)
-        is_measured, routers = is_measured and torch.is_grad_enabled(), self._routers
-        routing = None if routers is None else routers.routing(inputs, is_measured=is_measured)
-        values = compute_values(self.policy, inputs, self.mesh, self._model, routing=routing)
-        if routers is not None and routing is not None and is_measured:
-            routers.add(routing)
-        return values
+        def score(index: int, inputs: PassInputs, scores: Scores) -> None:
+            found[index] = self._by_reply(scores.values, inputs, len(found[index])).double().cpu().numpy()
+
+        self.network.run([batch.micro_batch for batch in batches], score, is_training=False)
+        return self.mesh.from_last_stage(found, list[np.ndarray])
 
     def _by_reply(
         self, values: Float[Tensor, " trained"], inputs: PassInputs, num_pairs: int

@@ -187,7 +187,7 @@ class Trainer:
             return None
         if self.is_batch_lead and not self.is_lead:
             batch = self.orchestrator.receive(step, lambda: False)
-        batch = self.mesh.broadcast_to_cp_tp(batch, TrainBatch | None)
+        batch = self.mesh.broadcast_batch(batch, TrainBatch | None)
         self.wait_s += time.perf_counter()
         return batch
 

@@ -85,8 +85,9 @@ class Updates:
             if self.critic is not None:
                 self.critic.train(part, step)
             if not is_critic_only:
-                where = (step - 1, number, learner.policy, learner.network.optimizer)
-                self._hooks.call("before_train_step", *where, Schedule(learner.next_lr))
+                network = learner.network
+                schedule = network.schedule or Schedule(learner.next_lr)
+                self._hooks.call("before_train_step", step - 1, number, network.module, network.optimizer, schedule)
                 learner.forward_backward(part)
                 learner.update()
         metrics |= learner.end_step()
@@ -100,7 +101,7 @@ class Updates:
         has_several_updates = section.updates_per_step * section.epochs_per_step > 1
         is_compared_later = has_several_updates or has_kl_penalty or self._hooks.needs_logprobs
         if is_compared_later:
-            self._hooks.call("before_log_prob", learner.policy, "")
+            self._hooks.call("before_log_prob", learner.network.module, "")
         if is_compared_later and (not uses_rollout_logprobs or self._has_unknown(micro_batches)):
             computed = learner.trained_logprobs(micro_batches)
             micro_batches = [

@@ -11,6 +11,7 @@ from stretto_vime.flags.flag import Values
 from stretto_vime.flags.groups import BY_NAME
 from stretto_vime.flags.groups.cluster import is_on_one_node
 from stretto_vime.flags.groups.learning import GROUP_NORMALISED, PLUS_PLUS
+from stretto_vime.flags.groups.megatron import NOT_SPLIT
 from stretto_vime.flags.groups.rollout import (
     ASYNC_ROLLOUT,
     DEFAULT_ROLLOUT,
@@ -114,6 +115,12 @@ OR_NONE = ("--lr-warmup-iters", "--critic-lr-warmup-iters", "--num-critic-only-s
            "--value-clip", "--kl-coef", "--kl-loss-coef", "--lora-rank", "--clip-grad", "--rollout-num-gpus",
            "--actor-num-gpus-per-node", "--critic-num-gpus-per-node")  # fmt: skip
 
+STAGES = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+          "--virtual-pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage")  # fmt: skip
+NOT_PASSED = ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion", "--transformer-impl",
+              "--attention-backend", "--use-flash-attn", "--use-precision-aware-optimizer")  # fmt: skip
+"""Kernels and types of state that the backend chooses itself."""
+
 # fmt: off
 CLASHES: tuple[Clash, ...] = (
     *map(_positive, COUNTS),
@@ -130,6 +137,13 @@ CLASHES: tuple[Clash, ...] = (
           lambda v: (shards := v.tensor_model_parallel_size * v.context_parallel_size) > 0
           and v.actor_num_nodes * v.actor_num_gpus_per_node % shards,
           "{0}: {1} times {2} must divide the GPUs of the actor; change one of them"),
+    Clash("--actor-num-gpus-per-node --pipeline-model-parallel-size --tensor-model-parallel-size "
+          "--context-parallel-size",
+          lambda v: mesh.has_megatron(v) and (shards := v.tensor_model_parallel_size * v.context_parallel_size
+          * v.pipeline_model_parallel_size) > 0 and v.actor_num_nodes * v.actor_num_gpus_per_node % shards,
+          "{0}: {1} times {2} times {3} must divide the GPUs of the actor; change one of them"),
+    *(_given(name, "--pipeline-model-parallel-size", lambda v: mesh.has_megatron(v)
+             and v.pipeline_model_parallel_size == 1, "{0} needs {1}") for name in STAGES),
     Clash("--rollout-batch-size", lambda v: v.rollout_batch_size is None, "{0} is missing: prompts of a rollout"),
     Clash("--num-rollout --num-epoch", lambda v: v.num_rollout is None and v.num_epoch is None,
           "{0} or {1} is missing: how long to train"),
@@ -291,8 +305,22 @@ def notes(flags: Values) -> Iterator[str]:
             yield f"{typed}: {flag.note[0].lower() if is_word else flag.note[0]}{flag.note[1:-1]}"
     yield from (each.message(flags) for each in NOTES if each.when(flags))
     yield from mesh.notes(flags)
+    if flags.has(mesh.BACKEND) and (why := mesh.why_not_megatron(flags)) is not None:
+        yield f"{flags.given[mesh.BACKEND]}: stretto's own trainer trains, with the same results: {why}"
+    if mesh.has_megatron(flags):
+        yield from _kernels_of_megatron(flags)
+    elif flags.pipeline_model_parallel_size > 1:
+        yield f"{flags.given['--pipeline-model-parallel-size']}: {NOT_SPLIT[0].lower()}{NOT_SPLIT[1:-1]}"
     if not is_on_one_node(flags):
         yield from _moved_placeholders(flags)
+
+
+def _kernels_of_megatron(flags: Values) -> Iterator[str]:
+    """A message for typed flags that Megatron has, and that are not passed on to it."""
+    typed = [flags.given[name] for name in NOT_PASSED if flags.has(name)]
+    if typed:
+        each = "is" if len(typed) == 1 else "are"
+        yield f"{', '.join(typed)} {each} not passed on: Transformer Engine has it where it is there"
 
 
 def _moved_placeholders(flags: Values) -> Iterator[str]:

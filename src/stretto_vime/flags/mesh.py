@@ -14,11 +14,51 @@ from typing import Literal
 
 from stretto.base.errors import ConfigError
 from stretto.check.degrees import find_degrees, read_shape
+from stretto.check.megatron import check_refused, find_python
 from stretto.check.models import check_family, find_model
 from stretto.config.sections.model import ModelSection
+from stretto.config.sections.trainer import MegatronSection
 from stretto_vime.flags.flag import Values
 
+BACKEND = "--train-backend"
+_OWN = (
+    "--colocate", "--lora-rank", "--use-rollout-routing-replay", "--optimizer-cpu-offload", "--fp8-format",
+    "--custom-model-provider-path", "--critic-num-nodes", "--critic-num-gpus-per-node",
+    "--moe-router-enable-expert-bias", "--loss-type",
+)  # fmt: skip
+"""Flags that stretto's own trainer honours alone: of the last fine-tuning, of that before a bias that moves."""
 EXPERTS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
+
+
+def has_megatron(flags: Values) -> bool:
+    """Whether Megatron-Core trains: it is asked for by name, and does all that is asked for."""
+    return flags.has(BACKEND) and why_not_megatron(flags) is None
+
+
+def why_not_megatron(flags: Values) -> str | None:
+    """Why stretto's own trainer trains, though --train-backend is given; None if Megatron-Core can."""
+    if find_python() is None:
+        return "there is no Megatron-Core here (`make megatron` installs it)"
+    is_fine = {
+        "--loss-type": flags.loss_type != "sft_loss",
+        "--moe-router-enable-expert-bias": not flags.moe_router_bias_update_rate,
+    }
+    if own := [flags.given[name] for name in _OWN if flags.has(name) and not is_fine.get(name, False)]:
+        return f"{own[0]} is of its own"
+    if flags.optimizer != "adam":
+        return f"{flags.typed('--optimizer')} is of its own"
+    try:
+        if (here := find_model(flags.hf_checkpoint)) is not None:
+            check_refused(here.family, here.found, ModelSection(name=flags.hf_checkpoint), MegatronSection())
+    except ConfigError as error:
+        return (
+            str(error)
+            .replace('trainer.backend = "megatron"', "Megatron-Core")
+            .removesuffix("; leave trainer.backend out")
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+    return None
 
 
 @dataclass(frozen=True)
@@ -33,6 +73,8 @@ class Axes:
 def axes(flags: Values) -> Axes:
     """The axes nearest to those that were typed that the model allows; those that were typed if none are."""
     tp, cp, ep = flags.tensor_model_parallel_size, flags.context_parallel_size, flags.expert_model_parallel_size
+    if has_megatron(flags):  # Megatron cuts what it is told to
+        return Axes(tp, cp, ep)
     ep *= flags.expert_tensor_parallel_size or 1
     ranks = flags.actor_num_nodes * flags.actor_num_gpus_per_node
     typed = Axes(tp, cp, math.gcd(ep, ranks // (1 if flags.sequence_parallel else tp)) if ranks else ep)
@@ -80,6 +122,8 @@ def _divisors(number: int) -> list[int]:
 
 def notes(flags: Values) -> Iterator[str]:
     """How the mesh is another than the one that was typed."""
+    if has_megatron(flags):
+        return
     found = axes(flags)
     tp, cp, ep = flags.tensor_model_parallel_size, flags.context_parallel_size, flags.expert_model_parallel_size
     if (found.tp, found.cp) != (tp, cp):

@@ -6,7 +6,7 @@ import json
 import shlex
 
 import pytest
-from cases.vime import CONFIG, SPLIT, put_files, words_of
+from cases.vime import CONFIG, SPLIT, put_files, put_megatron, words_of
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import dump
@@ -24,6 +24,8 @@ KL = "--use-kl-loss --kl-loss-coef 0.1 --ref-load Qwen3-4B --kl-loss-type k3"
 TEACHER = "--opd-type megatron --opd-teacher-load Qwen3-4B"
 TURNS = "--colocate --actor-num-gpus-per-node 4"
 TWO_NODES = "--actor-num-gpus-per-node 8 --rollout-num-gpus 8"
+MEGATRON = "--train-backend megatron"
+STAGES = f"{MEGATRON} --pipeline-model-parallel-size 2"
 # fmt: off
 EFFECTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "--dry-run": ("", "", {"dry_run": True}),
@@ -53,6 +55,12 @@ EFFECTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "--context-parallel-size": ("", "2", {"model.cp": 2, "model.cp_style": "ring"}),
     "--expert-model-parallel-size": ("", "2", {"model.ep": 2}),
     "--expert-tensor-parallel-size": ("--expert-model-parallel-size 2", "2", {"model.ep": 4}),
+    "--train-backend": ("", "megatron", {"trainer.backend": "megatron"}),
+    "--pipeline-model-parallel-size": (MEGATRON, "2", {"trainer.megatron.pp": 2}),
+    "--decoder-first-pipeline-num-layers": (STAGES, "16", {"trainer.megatron.first_stage_layers": 16}),
+    "--decoder-last-pipeline-num-layers": (STAGES, "16", {"trainer.megatron.last_stage_layers": 16}),
+    "--virtual-pipeline-model-parallel-size": (STAGES, "3", {"trainer.megatron.virtual_stages": 3}),
+    "--num-layers-per-virtual-pipeline-stage": (STAGES, "6", {"trainer.megatron.virtual_stages": 3}),
     "--sequence-parallel": ("--tensor-model-parallel-size 2", "", {"model.sequence_parallel": True}),
     "--recompute-granularity": ("", "full", {"model.ac.mode": "full"}),
     "--recompute-method": ("--recompute-granularity full --recompute-num-layers 3", "block",
@@ -269,6 +277,7 @@ SAME_EITHER_WAY = {"--offload", "--offload-train", "--offload-rollout"}
 @pytest.fixture
 def read(tmp_path, monkeypatch):
     put_files(tmp_path)
+    put_megatron(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     for name in ("other", "weights"):

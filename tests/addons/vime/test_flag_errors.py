@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from cases.vime import MODEL_ARGS, SPLIT, put_files, words_of
+from cases.vime import MODEL_ARGS, SPLIT, put_files, put_megatron, words_of
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
@@ -64,7 +64,14 @@ WRONG = {
                        "--untie-embeddings-and-output-weights "
                        "(there false)", "Qwen3-4B/config.json says otherwise"]),
     "shards of an engine": ("--vllm-data-parallel-size 3", ["parallel sizes, 3 together, must divide it"]),
-    "another backend": ("--train-backend fsdp", ["--train-backend fsdp: stretto does not use Megatron-LM"]),
+    "another backend": ("--train-backend fsdp", ["--train-backend fsdp: must be megatron"]),
+    "a stage of no pipeline": ("--train-backend megatron --decoder-last-pipeline-num-layers 2",
+        ["--decoder-last-pipeline-num-layers 2 needs --pipeline-model-parallel-size"]),
+    "ranks of stages": ("--train-backend megatron --pipeline-model-parallel-size 3",
+        ["4: --pipeline-model-parallel-size 3 times", "must divide the GPUs of the actor"]),
+    "layers of virtual stages": ("--train-backend megatron --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 5",
+        ["--num-layers-per-virtual-pipeline-stage 5: the 36 layers of this model in 2 stages"]),
     "a reference that is not there": ("--ref-load nowhere", ["--ref-load nowhere: no such directory"]),
     "an iteration that is not there": ("--ref-load megatron",
         ["--ref-load megatron: megatron: no iter_0000003; the iterations there are none"]),
@@ -125,6 +132,7 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("3")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    put_megatron(tmp_path, monkeypatch)
     return tmp_path
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from cases.vime import SPLIT, put_files, words_of
+from cases.vime import SPLIT, put_files, put_megatron, words_of
 
 from stretto.base.errors import ConfigError
+from stretto.check.megatron import find_python
 from stretto.config.load import dump
 from stretto_vime.flags.command import Command, read_command
 from stretto_vime.flags.groups import BY_NAME
@@ -38,6 +39,19 @@ NOTED = {
         {"model.sequence_parallel": False}),
     "stages": ("--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 17",
         "--pipeline-model-parallel-size 2: every rank has all layers", {"model.tp": 1}),
+    "stages of Megatron": (
+        "--train-backend megatron --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 16 "
+        "--expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 2 --attention-softmax-in-fp32", "", {
+            "trainer.backend": "megatron", "trainer.megatron.pp": 2, "trainer.megatron.last_stage_layers": 16,
+            "trainer.megatron.etp": 1, "model.ac": None, "trainer.megatron.overrides": {
+                "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2,
+                "attention_softmax_in_fp32": True}}),
+    "kernels of Megatron": ("--train-backend megatron --attention-backend flash --moe-grouped-gemm",
+        "--moe-grouped-gemm, --attention-backend flash are not passed on", {"trainer.backend": "megatron"}),
+    "Megatron that takes turns": ("--train-backend megatron --lora-rank 8",
+        "stretto's own trainer trains, with the same results: --lora-rank 8 is of its own",
+        {"trainer.backend": "fsdp", "trainer.megatron": None, "model.lora.rank": 8}),
     "split experts": ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2: an expert is whole",
         {"model.ep": 2}),
     "blocks of no method": ("--recompute-granularity full --recompute-num-layers 4",
@@ -104,6 +118,7 @@ NOTED = {
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     put_files(tmp_path)
+    put_megatron(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     return tmp_path
@@ -211,3 +226,16 @@ def test_an_engines_limit_bounds_a_sample_where_nothing_else_does(files):
     words = words_of(files, SPLIT, "--vllm-max-model-len 6144 --max-tokens-per-gpu 20480")
     at = words.index("--rollout-max-context-len")
     assert read_command([*words[:at], *words[at + 2 :]]).config.seq_len == 6144
+
+
+def test_where_there_is_no_megatron_core_the_own_trainer_trains(tmp_path, monkeypatch):
+    put_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    if find_python() is not None:
+        pytest.skip("this Python has Megatron-Core")
+    command = read(tmp_path, "--train-backend megatron --pipeline-model-parallel-size 2")
+    assert command.config.trainer.backend == "fsdp" and command.config.num_train_ranks == 4
+    assert any("there is no Megatron-Core here (`make megatron` installs it)" in note for note in command.notes)
+    assert any("every rank has all layers" in note for note in command.notes)

@@ -21,7 +21,7 @@ from tiny import build_policy, documents, pack
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim
 from stretto.trainer.batch.pass_inputs import PassInputs
-from stretto.trainer.network import Network
+from stretto.trainer.network import TorchNetwork
 from stretto.trainer.parallel.scores import compute_logprobs
 from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, training_device
 
@@ -52,14 +52,14 @@ def kept_bytes(settings: dict) -> int:
     section = ModelSection(tp=2, **settings)
     policy = build_policy(**SHAPE)
     mesh = Mesh(find_degrees(section, 2, policy.config), training_device())
-    network = Network(policy, model=section, optim=AdamWOptim(lr=1e-3), mesh=mesh)
+    network = TorchNetwork(policy, model=section, optim=AdamWOptim(lr=1e-3), mesh=mesh)
     inputs = network.build_inputs(pack(documents(num_groups=64)))
     least = torch.tensor(min(kept for _ in range(6) if (kept := _kept_by_pass(network, inputs)) > 0))
     torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
     return int(least)
 
 
-def _kept_by_pass(network: Network, inputs: PassInputs) -> int:
+def _kept_by_pass(network: TorchNetwork, inputs: PassInputs) -> int:
     """Bytes that a forward pass adds; what is freed by chance while it runs, or later, changes them."""
     torch.distributed.barrier()
     time.sleep(SETTLE_S)

@@ -15,6 +15,7 @@ from tiny import VOCAB, build_learner, build_policy, document, documents, gradie
 from stretto.algorithms.losses import TokenStreams, total_loss
 from stretto.algorithms.policy_loss import AlternativeTokens
 from stretto.base.errors import ConfigError, DataError, EngineError
+from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import (
     AdamWOptim,
     ConstantScheduler,
@@ -28,6 +29,7 @@ from stretto.models.attention import PackedLayout
 from stretto.records.token_counts import count_tokens
 from stretto.trainer.batch.pass_inputs import build_pass_inputs
 from stretto.trainer.optim.schedule import learning_rate
+from stretto.trainer.parallel.scores import compute_logprobs
 from stretto.trainer.ranks.mesh import Mesh
 
 CPU = torch.device("cpu")
@@ -128,7 +130,7 @@ def test_sharing_prompts_saves_tokens_and_changes_nothing():
     policy, learner = build_policy(), build_learner()
     results = []
     for rows in (shared, plain):
-        logprobs = learner._logprobs(rows)[0]
+        logprobs = compute_logprobs(learner.policy, rows, learner.mesh, ModelSection())[0]
         learner.policy.zero_grad()
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
         results.append({"logprobs": logprobs.detach()} | gradients(learner))

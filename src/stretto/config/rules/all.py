@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules import batches, engine, frozen, learning, machines, model, ray, run, service, slurm
+from stretto.config.rules import batches, engine, frozen, learning, machines, megatron, model, ray, run, service, slurm
 from stretto.config.rules.rule import At, Problem, Problems, Rule, below, of_part, walk
 from stretto.config.section import Section
 from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.trainer import AdamWOptim, TrainerSection
 
-TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines, frozen, slurm, ray, service))
+TABLES = tuple(
+    room.RULES for room in (run, model, learning, batches, engine, machines, megatron, frozen, slurm, ray, service)
+)
 DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (OrchestratorKeys, batches.late_rollouts),
     (OrchestratorKeys, batches.limit_never_reached),

@@ -268,10 +268,11 @@ def gpus(c: RLConfig, at: At) -> Problems:
     ranks = len(c.trainer_gpu_ids or ()) or c.deployment.num_train_gpus or 0
     if ranks and ranks != c.num_train_ranks:
         key = at("trainer_gpu_ids" if c.trainer_gpu_ids else "deployment.num_train_gpus")
-        workers, sharing = at("orchestrator.num_train_workers"), c.model.cp * c.model.tp
+        workers, sharing = at("orchestrator.num_train_workers"), c.ranks_per_worker
         what, way = f"{workers} but {key.path} gives {ranks} trainer ranks", "leave num_train_workers out"
         if sharing > 1:
-            what += f", {sharing} (model.cp x tp) to a worker"
+            stages = " x trainer.megatron.pp" if c.trainer.megatron is not None else ""
+            what += f", {sharing} (model.cp x tp{stages}) to a worker"
             way += f", and give a multiple of {sharing} GPUs"
         yield Problem((workers, key), f"{what}; {way}")
     shared = set(c.trainer_gpu_ids or ()) & set(c.inference_gpu_ids or ())

@@ -279,9 +279,34 @@ class RankKeys(Section):
     """Environment variables of the trainer alone."""
 
 
+class MegatronSection(Section):
+    """How Megatron-Core spreads the policy and its critic over ranks, with trainer.backend = "megatron". model.tp,
+    model.cp and model.ep are its degrees too."""
+
+    pp: int = Field(1, gt=0)
+    """Pipeline stages: ranks with different layers, through which micro batches go one after another."""
+    virtual_stages: int = Field(1, gt=0)
+    """Parts of its layers that each stage has, interleaved with those of the others, so that stages wait less."""
+    first_stage_layers: int | None = Field(None, gt=0)
+    """Layers of the first stage, if it has fewer or more than others; None: as many."""
+    last_stage_layers: int | None = Field(None, gt=0)
+    """Layers of the last stage, which also has the output head; None: as many as others."""
+    etp: int = Field(1, gt=0)
+    """Ranks that split the features of each expert."""
+    overrides: dict[str, Any] = Field({})
+    """Arguments of Megatron by its own names, such as moe_permute_fusion = true; they come last."""
+
+
 class TrainerKeys(RankKeys):
     """Keys of the trainer process alone."""
 
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """What computes and updates the policy: our own modules, sharded with FSDP2, or those of Megatron-Core."""
+    megatron: MegatronSection | None = None
+    """None: the defaults, if the backend is "megatron"."""
+    interpreter: str | None = None
+    """The Python of the trainer's ranks, with stretto of the same version and what its backend needs; None: that of
+    this command, or for "megatron" the one that `make megatron` makes, if this one does not have Megatron-Core."""
     optim: Optim = AdamWOptim()
     scheduler: Scheduler = ConstantScheduler()
     loss: Loss = DefaultLoss()

@@ -16,6 +16,7 @@ from typing import Any
 from stretto.base import process
 from stretto.base.paths import RunDir
 from stretto.base.secret import Secret
+from stretto.check.megatron import trainer_python
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.engines import HOLD_VAR
@@ -58,13 +59,15 @@ class ProcessSpec:
 
 def stretto_process(
     role: str, run: RunDir, config: str, gpus: Sequence[str], threads: int, env: Mapping[str, str],
-    ports: dict[str, int], *, verb: str | None = None, rank: int = 0, num_ranks: int = 1, **more: Any,
+    ports: dict[str, int], *, verb: str | None = None, rank: int = 0, num_ranks: int = 1, python: str | None = None,
+    **more: Any,
 ) -> ProcessSpec:  # fmt: skip
     """A process that runs `stretto VERB` with a config of the run.
 
-    env: variables besides those for threads and devices. verb: None if it is the role. more: fields of ProcessSpec.
+    env: variables besides those for threads and devices. verb: None if it is the role. python: None for this one.
+    more: fields of ProcessSpec.
     """
-    argv = (sys.executable, "-m", "stretto", verb or role, "@", str(run.config(config)))
+    argv = (python or sys.executable, "-m", "stretto", verb or role, "@", str(run.config(config)))
     env = {**process.thread_env(threads), **process.device_env(gpus), **env}
     return ProcessSpec(role, rank, num_ranks, argv, env, tuple(gpus), threads, ports, **more)
 
@@ -117,6 +120,7 @@ def rank_processes(
                 ports,
                 rank=rank,
                 num_ranks=num_ranks,
+                python=trainer_python(cfg.trainer),
                 node=first_node + node,
                 waits_for_devices=waits,
                 imports_early=not waits and cfg.service is None,

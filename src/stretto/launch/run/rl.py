@@ -19,6 +19,7 @@ from stretto.base.ports import PortClaims
 from stretto.base.process import EXIT_LOST
 from stretto.base.secret import Secret, find_secret, load_secret
 from stretto.check import nodes as node_checks
+from stretto.check.megatron import check_trainer_python
 from stretto.check.models import check_shape, models_of
 from stretto.check.routers import check_router
 from stretto.check.start import check_files, check_node, check_processes, check_run, check_trackers
@@ -51,6 +52,7 @@ def main(cfg: RLConfig) -> int:
         if node > 0:
             return _run_other_node(cfg, run, node)
     check_router(cfg.inference)
+    check_trainer_python(cfg.trainer, needs_gpu=cfg.trains_here)
     rundir.check(run, **cfg.start_options)  # before gigabytes are downloaded for a run that is then refused
     _fetch_models(cfg)
     checkpoints = None if cfg.ckpt is None else cfg.ckpt.output_dir
@@ -132,6 +134,7 @@ def check_here(cfg: RLConfig) -> LaunchPlan:
         node = check_node(cfg.deployment.node_rank, plan.hosts, probes=False)
         check_processes([spec for spec in plan.processes if spec.node == node], node, plan.hosts)
     check_router(cfg.inference)
+    check_trainer_python(cfg.trainer, needs_gpu=cfg.trains_here)
     return plan
 
 

@@ -82,7 +82,8 @@ def _build_optimizer(named: dict[str, nn.Parameter], cfg: Optim, weights: Traine
 class TrainedWeights(ABC):
     """The trained weights of a module, as optimizer and files see them.
 
-    MasterWeights are those of one rank, ShardedWeights (parallel/shard.py) those of several.
+    MasterWeights are those of one rank, ShardedWeights (parallel/shard.py) those of several; a network of an add-on has
+    its own.
 
     module: what has the weights. parameters: this rank's tensors, which the optimizer updates, in the order of `names`.
     export_dtype: the dtype of weights that are exported or published.
@@ -131,6 +132,10 @@ class TrainedWeights(ABC):
         compute: Callable[[str, Float[Tensor, "*stack rows columns"]], Float[Tensor, "*stack rows columns"]],
     ) -> dict[str, Tensor]:
         """Apply `compute` to whole matrices; this rank's parts of the results."""
+
+    @abstractmethod
+    def all_slices(self) -> dict[str, TensorSlice]:
+        """This rank's slice of every weight, trained or not, with its current value."""
 
     def slices(self) -> dict[str, TensorSlice]:
         """This rank's slice of every trained weight."""
@@ -187,6 +192,9 @@ class MasterWeights(TrainedWeights):
 
     def clip_gradients(self, max_norm: float | None) -> Float[Tensor, ""]:
         return clip_gradients(self.parameters, max_norm)
+
+    def all_slices(self) -> dict[str, TensorSlice]:
+        return {name: TensorSlice.whole(p.detach()) for name, p in self.module.named_parameters()}
 
     def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
         """The whole value."""

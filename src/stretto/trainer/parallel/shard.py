@@ -250,7 +250,6 @@ class ShardedWeights(TrainedWeights):
         return TensorSlice(value, tuple(start), tuple(shape))
 
     def all_slices(self) -> dict[str, TensorSlice]:
-        """This rank's slice of every weight."""
         named = self.all_parameters.items()
         return {name: self.slice_of(name, local_tensor(parameter.detach())) for name, parameter in named}
 

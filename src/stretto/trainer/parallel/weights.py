@@ -56,9 +56,10 @@ def _gather_parameter(name: str, weights: ShardedWeights) -> Tensor:
     return tensor.to(export_dtype(name, weights))
 
 
-def export_dtype(name: str, weights: ShardedWeights) -> torch.dtype:
+def export_dtype(name: str, weights: TrainedWeights) -> torch.dtype:
     """The dtype in which a parameter is saved and published."""
-    return weights.all_parameters[name].dtype if name in weights.policy.unsharded_names else weights.export_dtype
+    policy = weights.policy
+    return policy.get_parameter(name).dtype if name in policy.unsharded_names else weights.export_dtype
 
 
 # -- files --
@@ -72,7 +73,7 @@ class _PlannedFile:
     entries: list[TensorEntry]
 
 
-def save_weights(weights: ShardedWeights, directory: Path, names: Mapping[str, str]) -> None:
+def save_weights(weights: TrainedWeights, directory: Path, names: Mapping[str, str]) -> None:
     """Write safetensors files and their index; all ranks must call it, each writes its own.
 
     names: the new names of renamed tensors.
@@ -100,7 +101,7 @@ def save_weights(weights: ShardedWeights, directory: Path, names: Mapping[str, s
         )
 
 
-def _plan_files(weights: ShardedWeights) -> list[_PlannedFile]:
+def _plan_files(weights: TrainedWeights) -> list[_PlannedFile]:
     """Split the tensors, in their order, into files of about equal bytes per rank; the same plan on all ranks."""
     world, entries = weights.mesh.world_size, _entries(weights)
     total = max(sum(entry.num_bytes for entry in entries), 1)
@@ -116,7 +117,7 @@ def _plan_files(weights: ShardedWeights) -> list[_PlannedFile]:
     return files
 
 
-def _entries(weights: ShardedWeights) -> list[TensorEntry]:
+def _entries(weights: TrainedWeights) -> list[TensorEntry]:
     """The tensors of the checkpoint, in their order there."""
     table = weights.policy.tensor_map
     return [
@@ -143,7 +144,6 @@ class Publication:
         """The weights that this rank owns, by Hugging Face name, with the adapter added to them."""
         if isinstance(self._weights, MasterWeights):
             return hub.export_tensors(self._weights.policy)
-        assert isinstance(self._weights, ShardedWeights)
         if self._exchange is None:
             index = ShardIndex(self._weights)
             self._exchange = TensorExchange(index, assign_owners(index))
@@ -157,7 +157,7 @@ class Publication:
         if isinstance(self._weights, MasterWeights):
             yield from Adapter.of(self._weights.policy).tensors()
             return
-        assert isinstance(self._weights, ShardedWeights)
+        assert isinstance(self._weights, ShardedWeights), "adapters are of our own modules"
         mesh = self._weights.mesh
         owned_bytes = [0] * _num_owner_ranks(self._weights)
         for name, a, b, scaling in pair_names(self._weights.policy):
@@ -189,7 +189,7 @@ def assign_owners(index: ShardIndex) -> list[list[TensorEntry]]:
     return owned
 
 
-def _num_owner_ranks(weights: ShardedWeights) -> int:
+def _num_owner_ranks(weights: TrainedWeights) -> int:
     """How many ranks own tensors: those of the first replica, which are the first ranks."""
     return weights.mesh.world_size // weights.mesh.degrees.dp_replicate
 
@@ -224,7 +224,7 @@ class _ExchangeRound:
 class ShardIndex:
     """Which ranks have which slices of the weights; all ranks must build it together."""
 
-    def __init__(self, weights: ShardedWeights) -> None:
+    def __init__(self, weights: TrainedWeights) -> None:
         self.weights = weights
         places = {
             name: (part.start, tuple(part.tensor.shape), part.shape) for name, part in weights.all_slices().items()
@@ -294,8 +294,11 @@ class TensorExchange:
     @torch.no_grad()
     def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """This rank's tensors with their current values, in the order of `owned`."""
-        parts = {name: local_tensor(p.detach()) for name, p in self._weights.all_parameters.items()}
-        adapter = gather_adapter(self._weights) if any(map(is_adapter_parameter, parts)) else None
+        parts = {name: part.tensor for name, part in self._weights.all_slices().items()}
+        adapter = None
+        if any(map(is_adapter_parameter, parts)):
+            assert isinstance(self._weights, ShardedWeights), "adapters are of our own modules"
+            adapter = gather_adapter(self._weights)
         for round_ in self._rounds:
             tensors = {e.name: torch.empty(e.shape, dtype=e.dtype, device=device) for e in round_.entries}
             for held in round_.local:

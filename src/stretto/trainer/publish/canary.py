@@ -7,20 +7,18 @@ orchestrator's request. With a vision tower there is an image among the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import torch
-from torch import nn
 
 from stretto.base.errors import EngineError
 from stretto.families.shape import VisionShape
 from stretto.models.fp8.checkpoint import BlockLayout, round_inputs, stop_rounding
 from stretto.records.sample import MicroBatch, images_by_document
-from stretto.records.weight_manifest import Canary, CanaryImage, probe_scale
+from stretto.records.weight_manifest import Canary, CanaryImage
 from stretto.trainer.learner import Learner
 
 if TYPE_CHECKING:
@@ -57,7 +55,7 @@ def score_canary(
     """
     canary = _score(learner, num_tokens)
     if with_probe and learner.adapter_info() is None:
-        with scaled(learner.policy):
+        with learner.network.scaled():
             canary = msgspec.structs.replace(canary, probe=_score(learner, num_tokens).logprobs)
     if layout is None:
         return canary
@@ -71,24 +69,6 @@ def score_canary(
         stop_rounding(policy, hooks)
     error = np.abs(np.subtract(canary.logprobs, other.logprobs))[1:].mean()
     return msgspec.structs.replace(canary, rounding=float(error) * 2**0.5)
-
-
-@contextmanager
-def scaled(model: nn.Module) -> Iterator[None]:
-    """Scale a model's parameters by `probe_scale`; afterwards they have their bits again.
-
-    Takes the memory of their gradients, which are not there yet when a run starts.
-    """
-    kept = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    with torch.no_grad():
-        for parameter, _ in kept:
-            parameter.mul_(probe_scale(parameter.shape))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in kept:
-                parameter.copy_(value)
 
 
 def _score(learner: Learner, num_tokens: int) -> Canary:

@@ -22,8 +22,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.lora import save_adapter
 from stretto.models.value_head import HEAD_NAME, SCORE_NAME, classification_config, has_value_head
 from stretto.trainer.critic import Critic
-from stretto.trainer.optim.build import TrainedWeights
-from stretto.trainer.parallel.shard import ShardedWeights
+from stretto.trainer.optim.build import MasterWeights, TrainedWeights
 from stretto.trainer.parallel.weights import gather_peft_adapter, save_weights
 from stretto.trainer.ranks.mesh import Mesh
 
@@ -103,9 +102,9 @@ def _write(weights: TrainedWeights, directory: Path, tokenizer_dir: Path) -> Non
     if has_value_head(module := weights.policy):
         assert isinstance(module, Decoder)
         names, config = {HEAD_NAME: SCORE_NAME}, classification_config(module)
-    if isinstance(weights, ShardedWeights):
-        save_weights(weights, directory, names)
-    else:
+    if isinstance(weights, MasterWeights):
         tensors = ((names.get(name, name), tensor) for name, tensor in hub.export_tensors(weights.policy))
+    else:
+        save_weights(weights, directory, names)
     if weights.mesh.is_lead:
         hub.save_model_directory(weights.export_dtype, directory, tokenizer_dir, config, tensors)

@@ -4,7 +4,8 @@ Axes, the last one fastest: dp_replicate, dp_shard, cp, tp. Ranks that differ in
 on different micro batches; ranks that differ in cp split the tokens of one row, ranks that differ in tp the features
 of one token. Weights are sharded over dp_shard x cp. The axis ep divides dp_shard x cp: ranks that differ in ep have
 different experts, and each expert is sharded over dp_shard x cp / ep ranks (the axis `efsdp`). If ranks of tp split the
-tokens (sequence.py), ep divides dp_shard x cp x tp.
+tokens (sequence.py), ep divides dp_shard x cp x tp. A network of another kind (`addons.py`, stretto.networks) may also
+have the axis pp, the slowest: ranks that differ in pp have different layers, and the last of them has the scores.
 
 Groups use nccl on GPUs, and gloo on CPUs and for values (exchange.py). A single rank has a mesh too, without groups.
 """
@@ -26,8 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.base.errors import ConfigError, WireError
 from stretto.base.process import TRAIN_NODES_VAR, num_cores
-from stretto.check.degrees import Degrees, find_degrees, find_plain_degrees
+from stretto.check.degrees import Degrees, find_degrees, find_megatron_degrees, find_plain_degrees
 from stretto.config.sections.model import ModelSection
+from stretto.config.sections.trainer import MegatronSection
 from stretto.families.shape import ModelConfig
 from stretto.trainer.ranks import exchange, silence
 from stretto.transports.weights.store import connect_store, create_store, use_interface_to
@@ -51,9 +53,10 @@ class Mesh:
     (replicas, shards). They and the groups exist only with several ranks, which must have opened the process group.
     """
 
-    def __init__(self, degrees: Degrees, device: torch.device) -> None:
-        self.degrees, self.device = degrees, device
-        self.rank = self.dp_rank = self.cp_rank = self.tp_rank = self.ep_rank = 0
+    def __init__(self, degrees: Degrees, device: torch.device, *, is_sharded: bool = True) -> None:
+        """is_sharded: weights are sharded over its device meshes; if not, it has groups for values and tokens only."""
+        self.degrees, self.device, self._is_sharded = degrees, device, is_sharded
+        self.rank = self.dp_rank = self.cp_rank = self.tp_rank = self.ep_rank = self.pp_rank = 0
         self.world_size = degrees.world_size
         self._values: Any = exchange.ALONE
         if self.world_size > 1:
@@ -69,6 +72,21 @@ class Mesh:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         assert degrees.world_size == self.world_size, (degrees, self.world_size)
         d, kind = degrees, device.type
+        if self._is_sharded:
+            self._create_device_meshes()
+        axes = init_device_mesh(kind, (d.pp, d.dp, d.cp, d.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
+        self.cp_group, self._stages = axes.get_group("cp"), axes.get_group("pp")
+        self.pp_rank, self.dp_rank, self.cp_rank, self.tp_rank = map(axes.get_local_rank, ("pp", "dp", "cp", "tp"))
+        # Ranks of one micro batch are neighbours in each stage: tp and cp are the fastest axes.
+        ranks = torch.arange(self.world_size).view(d.pp, d.dp, -1).transpose(0, 1).reshape(d.dp, -1)
+        sharing = DeviceMesh(kind, ranks, mesh_dim_names=("dp", "sharing"))
+        self._sharing, self._batch_lead = sharing.get_group("sharing"), self.dp_rank * d.cp * d.tp
+        # Values travel over gloo: a wait for the next batch must not hold a GPU stream.
+        self._values = new_values_group() if kind != "cpu" else dist.group.WORLD
+
+    def _create_device_meshes(self) -> None:
+        d, kind = self.degrees, self.device.type
+        assert d.pp == 1, "stages are of networks that shard weights themselves"
         island = d.dp_shard * d.cp
         dense = init_device_mesh(kind, (d.dp_replicate, island, d.tp), mesh_dim_names=("replica", "shard", "tp"))
         copies = island * d.tp // d.experts_over  # ranks of tp with the same experts
@@ -80,16 +98,7 @@ class Mesh:
         self.dense = _sharding(dense, "shard", d.dp_replicate)
         self.experts = _sharding(sparse, "efsdp", d.dp_replicate)
         self.shard_group, self.tp_group = dense.get_group("shard"), dense.get_group("tp")
-        self.ep_group = sparse.get_group("ep")
-        context = init_device_mesh(kind, (d.dp, d.cp, d.tp), mesh_dim_names=("dp", "cp", "tp"))
-        self.cp_group = context.get_group("cp")
-        self.dp_rank, self.cp_rank, self.tp_rank = (context.get_local_rank(n) for n in ("dp", "cp", "tp"))
-        self.ep_rank = sparse.get_local_rank("ep")
-        # Ranks of one micro batch are neighbours: tp and cp are the fastest axes.
-        sharing = init_device_mesh(kind, (d.dp, d.cp * d.tp), mesh_dim_names=("dp", "sharing"))
-        self._sharing, self._batch_lead = sharing.get_group("sharing"), self.dp_rank * d.cp * d.tp
-        # Values travel over gloo: a wait for the next batch must not hold a GPU stream.
-        self._values = new_values_group() if kind != "cpu" else dist.group.WORLD
+        self.ep_group, self.ep_rank = sparse.get_group("ep"), sparse.get_local_rank("ep")
 
     @property
     def is_lead(self) -> bool:
@@ -98,8 +107,18 @@ class Mesh:
 
     @property
     def is_batch_lead(self) -> bool:
-        """True on one of the ranks with the same micro batches: it receives them, and only its sums are counted."""
-        return self.cp_rank == 0 and self.tp_rank == 0
+        """True on one of the ranks with the same micro batches: it receives them."""
+        return self.cp_rank == self.tp_rank == self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True on the ranks that have scores: all of them without pp."""
+        return self.pp_rank == self.degrees.pp - 1
+
+    @property
+    def is_counted(self) -> bool:
+        """True on one of the ranks with the same micro batches and their scores: only its sums are counted."""
+        return self.cp_rank == self.tp_rank == 0 and self.is_last_stage
 
     def local_items(self, items: Sequence[T]) -> list[T]:
         """This rank's share of items that every rank has."""
@@ -111,7 +130,7 @@ class Mesh:
 
     def reduce_each(self, sums: list[dict[str, float]]) -> list[dict[str, float]]:
         """`reduce` for each of several dictionaries, in one exchange."""
-        counted = sums if self.is_batch_lead else [{} for _ in sums]
+        counted = sums if self.is_counted else [{} for _ in sums]
         return [_merge_sums(each) for each in zip(*self.gather(counted, list[dict[str, float]]))]
 
     def reduce_token_sums(self, sums: dict[str, float]) -> dict[str, float]:
@@ -127,11 +146,18 @@ class Mesh:
         """The lead's value, on every rank; kind: its type."""
         return exchange.broadcast(value, kind, group=self._values)
 
-    def broadcast_to_cp_tp(self, value: T, kind: Any) -> T:
+    def broadcast_batch(self, value: T, kind: Any) -> T:
         """The batch lead's value, on all ranks that train on the same micro batches; kind: its type."""
-        if self.degrees.cp * self.degrees.tp == 1:
+        if self.degrees.cp * self.degrees.tp * self.degrees.pp == 1:
             return value
         return exchange.broadcast(value, kind, self._batch_lead, self._sharing, self.device)
+
+    def from_last_stage(self, value: T, kind: Any) -> T:
+        """The value of the last pipeline stage, on the same rank of each; kind: its type."""
+        if self.degrees.pp == 1:
+            return value
+        last = self.rank + (self.degrees.pp - 1 - self.pp_rank) * self.degrees.dp * self.degrees.cp * self.degrees.tp
+        return exchange.broadcast(value, kind, last, self._stages, self.device)
 
     def barrier(self) -> None:
         """Wait until all ranks call this."""
@@ -189,12 +215,14 @@ def run_on_lead(function: Callable[[], T], kind: Any) -> T:
     return cast(T, exchange.broadcast(result, kind, group=group))
 
 
-def build_mesh(section: ModelSection, shape: ModelConfig | Any) -> Mesh:
-    """The mesh of this run's ranks for a policy of this shape.
+def build_mesh(section: ModelSection, shape: ModelConfig | Any, megatron: MegatronSection | None = None) -> Mesh:
+    """The mesh of this run's ranks for a policy of this shape; megatron: how Megatron spreads it, if it does.
 
     Raises: ConfigError for degrees that do not fit the number of ranks or the model.
     """
-    if isinstance(shape, ModelConfig):
+    if megatron is not None:
+        degrees = find_megatron_degrees(section, megatron, num_ranks(), shape)
+    elif isinstance(shape, ModelConfig):
         degrees = find_degrees(section, num_ranks(), shape)
     else:
         degrees = find_plain_degrees(section, num_ranks())
@@ -204,7 +232,7 @@ def build_mesh(section: ModelSection, shape: ModelConfig | Any) -> Mesh:
             raise ConfigError(f"[model] fsdp_cpu_offload = true {rule}")
     else:
         logger.info("%d ranks: %s", num_ranks(), degrees)
-    return Mesh(degrees, training_device())
+    return Mesh(degrees, training_device(), is_sharded=megatron is None)
 
 
 def training_device() -> torch.device:

@@ -7,12 +7,16 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto_vime.flags.flag import Flag, Setting, Values, attribute_of, copies, equal, noted, part, refused, sets
-from stretto_vime.flags.mesh import EXPERTS, axes, splits_tokens
-from stretto_vime.flags.shape import SHAPES, has_tower
+from stretto_vime.flags.mesh import BACKEND, EXPERTS, axes, has_megatron, splits_tokens
+from stretto_vime.flags.shape import SHAPES, has_tower, read_shape
 
 HOW = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+OVERRIDES = (
+    *HOW, "--moe-token-dispatcher-type", "--moe-enable-deepep", "--attention-softmax-in-fp32", "--deterministic-mode",
+    "--moe-shared-expert-overlap",
+)  # fmt: skip
+"""Arguments that Megatron gets as they were typed."""
 RECOMPUTED = tuple(map(attribute_of, HOW))
-NO_MEGATRON = "stretto does not use Megatron-LM"
 NOT_SPLIT = "Every rank has all layers; their weights are sharded over all ranks, and results are the same."
 NO_DISK = (
     "every update would read and write the whole state, 12 bytes a weight, on that disk; it is sharded over all ranks "
@@ -27,8 +31,10 @@ ALONE = (
 # fmt: off
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "Training backend": (
-        refused("--train-backend", "text", "megatron", f"{NO_MEGATRON}: the trainer is its own; leave it out",
-                "Training backend; Megatron-LM is the only one."),
+        part("--train-backend", "text", "megatron", "trainer.backend", "Training backend; vime has Megatron-LM alone.",
+             choices=("megatron",),
+             note="Typed, Megatron-Core trains where it is there and does what is asked for (docs/megatron.md); else, "
+                  "or left out, stretto's own trainer does, with the same results."),
         copies("--custom-model-provider-path", "text", None, "trainer.hooks.model", "Function that builds the model.",
                note="It is called as `provider(args, build)` and changes the model that `build()` gives: "
                     "docs/data.md."),
@@ -86,19 +92,25 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              note="Where a family's layers cannot be cut so, CP, or more replicas."),
         sets("--sequence-parallel", "switch", False, "model.sequence_parallel",
              "SP: split tokens over the TP ranks outside the layers that TP cuts."),
-        noted("--pipeline-model-parallel-size", "integer", 1, NOT_SPLIT, "PP: ranks that share the layers."),
-        *(equal(name, "integer", None, "It is of --pipeline-model-parallel-size.", text) for name, text in (
-            ("--decoder-first-pipeline-num-layers", "Layers of the first stage of PP."),
-            ("--decoder-last-pipeline-num-layers", "Layers of the last stage of PP."),
-            ("--virtual-pipeline-model-parallel-size", "Interleaved PP."),
-            ("--num-layers-per-virtual-pipeline-stage", "Layers of a stage of interleaved PP."),
+        part("--pipeline-model-parallel-size", "integer", 1, "trainer.megatron.pp", "PP: ranks that share the layers.",
+             note=f"With --train-backend megatron. Without: {NOT_SPLIT}"),
+        *(part(name, "integer", None, keys, text, note="With --train-backend megatron.") for name, keys, text in (
+            ("--decoder-first-pipeline-num-layers", "trainer.megatron.first_stage_layers",
+             "Layers of the first stage of PP."),
+            ("--decoder-last-pipeline-num-layers", "trainer.megatron.last_stage_layers",
+             "Layers of the last stage of PP."),
+            ("--virtual-pipeline-model-parallel-size", "trainer.megatron.virtual_stages", "Interleaved PP."),
+            ("--num-layers-per-virtual-pipeline-stage", "trainer.megatron.virtual_stages",
+             "Layers of a stage of interleaved PP."),
         )),
         sets("--context-parallel-size", "integer", 1, "model.cp model.cp_style",
              "CP: ranks that share the tokens of a row, as a ring."),
         sets("--expert-model-parallel-size", "integer", 1, "model.ep", "EP: ranks that share the experts.",
              note="Ranks of TP are among them with --sequence-parallel."),
-        part("--expert-tensor-parallel-size", "integer", None, "model.ep", "ETP: TP of the experts.",
-             note="An expert is whole on its rank: EP x ETP ranks have different experts."),
+        part("--expert-tensor-parallel-size", "integer", None, "model.ep trainer.megatron.etp",
+             "ETP: TP of the experts.",
+             note="An expert is whole on its rank: EP x ETP ranks have different experts. With --train-backend "
+                  "megatron its features are split."),
         noted("--allgather-cp", "switch", False, "Keys travel in a ring; results are the same.",
               "CP by gathering keys."),
         sets("--recompute-granularity", "text", None, "model.ac.mode", "Recompute activations: full, or a selection.",
@@ -154,16 +166,19 @@ def settings(flags: Values) -> Iterator[Setting]:
     """
     if has_tower(flags.hf_checkpoint):
         yield Setting("model.vlm", {}, ("--hf-checkpoint",))
+    if has_megatron(flags):
+        yield from _of_megatron(flags)
     mesh = axes(flags)
     yield Setting("model.tp", mesh.tp, ("--tensor-model-parallel-size",))
     if mesh.cp > 1:
         yield Setting("model.cp", mesh.cp, ("--context-parallel-size", "--tensor-model-parallel-size"))
-        yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
+        if not has_megatron(flags):
+            yield Setting("model.cp_style", "ring", ("--context-parallel-size",))
     if splits_tokens(flags, mesh):
         yield Setting("model.sequence_parallel", True, ("--sequence-parallel",))
     if mesh.ep > 1:
         yield Setting("model.ep", mesh.ep, EXPERTS)
-    if flags.moe_enable_deepep and mesh.ep > 1:
+    if flags.moe_enable_deepep and mesh.ep > 1 and not has_megatron(flags):
         yield Setting("model.ep_comm_backend", "deepep", ("--moe-enable-deepep",))
     if flags.fp8_format is not None:
         if (flags.fp8_format, flags.fp8_recipe) != ("e4m3", "blockwise"):
@@ -173,7 +188,45 @@ def settings(flags: Values) -> Iterator[Setting]:
     if flags.moe_router_enable_expert_bias and flags.moe_router_bias_update_rate:
         yield from flags.settings("--moe-router-bias-update-rate")
     values = {name: getattr(flags, name) for name in RECOMPUTED}
+    if has_megatron(flags):
+        return
     yield from recomputed(values, flags.pipeline_model_parallel_size, "model.ac", HOW)
+
+
+def _of_megatron(flags: Values) -> Iterator[Setting]:
+    """What --train-backend megatron means: its degrees, and its arguments as they were typed.
+
+    Raises: ConfigError for layers of virtual stages that do not divide those of a stage.
+    """
+    yield Setting("trainer.backend", "megatron", (BACKEND,))
+    yield Setting("trainer.megatron.pp", flags.pipeline_model_parallel_size, ("--pipeline-model-parallel-size",))
+    for end in ("first", "last"):
+        name = f"--decoder-{end}-pipeline-num-layers"
+        if (layers := flags.value(name)) is not None:
+            yield Setting(f"trainer.megatron.{end}_stage_layers", layers, (name,))
+    if (virtual := _virtual_stages(flags)) is not None:
+        yield virtual
+    if (etp := flags.expert_tensor_parallel_size) is not None:
+        yield Setting("trainer.megatron.etp", etp, ("--expert-tensor-parallel-size",))
+    for name in OVERRIDES:
+        if flags.has(name):
+            yield Setting(f"trainer.megatron.overrides.{attribute_of(name)}", flags.value(name), (name,))
+
+
+def _virtual_stages(flags: Values) -> Setting | None:
+    number, each = "--virtual-pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
+    if (virtual := flags.value(number)) is not None:
+        return Setting("trainer.megatron.virtual_stages", virtual, (number,))
+    if (layers := flags.value(each)) is None:
+        return None
+    total = read_shape(flags.hf_checkpoint).get("num_hidden_layers") or flags.num_layers
+    stages = flags.pipeline_model_parallel_size
+    if not total or total % (stages * layers):
+        raise ConfigError(
+            f"{flags.given[each]}: the {total} layers of this model in {stages} stages of "
+            f"--pipeline-model-parallel-size are no multiples of it; change it"
+        )
+    return Setting("trainer.megatron.virtual_stages", total // (stages * layers), (each,))
 
 
 def recomputed(values: Mapping[str, Any], stages: int, at: str, sources: tuple[str, ...]) -> Iterator[Setting]:

@@ -16,6 +16,7 @@ from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.families.table import VISION_FAMILIES
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import export_tensors, random_model
+from stretto.models.tensor_map import as_whole_slices
 from stretto.orchestrator.versions.canary_check import CanaryCheck, describe_suspects, tolerance_of
 from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.records.weight_manifest import (
@@ -27,7 +28,8 @@ from stretto.records.weight_manifest import (
     probe_scale,
 )
 from stretto.trainer.learner import Learner
-from stretto.trainer.publish.canary import fixed_tokens, is_canary_due, scaled, score_canary
+from stretto.trainer.network import scaled
+from stretto.trainer.publish.canary import fixed_tokens, is_canary_due, score_canary
 from stretto.transports.engine.client import CanaryScores
 
 
@@ -310,7 +312,7 @@ def test_a_model_that_was_scaled_has_its_bits_again():
     model = random_model(ScratchSection(seed=4), 112, eos_token_id=2)
     model.state_dict()["model.norm.weight"].fill_(1e-40)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with scaled(model):
+    with scaled(as_whole_slices(model.named_parameters()).values()):
         assert all(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -322,6 +324,6 @@ def test_trainer_and_engine_scale_the_tensors_of_every_family_alike(family):
     section = ScratchSection(family=family, seed=1, num_experts=4, vision=vision)
     model = random_model(section, 112, eos_token_id=2, image_token_id=5)
     published = {name: tensor.clone() for name, tensor in export_tensors(model)}
-    with scaled(model):
+    with scaled(as_whole_slices(model.named_parameters()).values()):
         for name, tensor in export_tensors(model):
             torch.testing.assert_close(tensor, published[name] * probe_scale(published[name].shape), msg=name)

@@ -1,0 +1,84 @@
+"""What the core finds of the backend: what it does not compute, before a run starts, and what builds its network.
+
+Neither torch nor Megatron-Core is imported before a network is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from stretto.base.errors import ConfigError
+from stretto.config.sections.model import ModelSection
+from stretto.config.sections.trainer import MegatronSection
+from stretto.families.shape import ModelConfig
+from stretto.families.table import family_of
+from stretto.models.config import parse_config
+
+if TYPE_CHECKING:
+    from stretto.trainer.network import Network
+
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "glm4_moe")
+"""The families whose layers Megatron-Core has with the same result."""
+BACKEND = 'trainer.backend = "megatron"'
+OTHERWISE = "leave trainer.backend out"
+RECOMPUTED = ("norm", "mlp", "routed_experts")
+"""Parts that [model.ac] may name."""
+
+
+def check(family: str, found: Mapping[str, Any], model: ModelSection, megatron: MegatronSection) -> None:
+    """Check a model and what is computed again; found: its config.json, empty for a scratch model.
+
+    Raises: ConfigError naming what Megatron does not compute.
+    """
+    _check_family(family_of({"model_type": family}))
+    if found:
+        check_shape(parse_config(dict(found), "config.json"))
+    ac = model.ac
+    if ac is not None and ac.freq != 1:
+        raise ConfigError(
+            f"[model.ac] freq = {ac.freq}: Megatron computes neighbouring blocks again; use group_size or num_blocks"
+        )
+    if ac is not None and ac.mode == "selective" and (unknown := [t for t in ac.targets if t not in RECOMPUTED]):
+        raise ConfigError(
+            f"[model.ac] targets has {unknown[0]}, and Megatron computes {', '.join(RECOMPUTED)} again; leave it out"
+        )
+
+
+def build_network(module: Any, **how: Any) -> Network:
+    """The NetworkBuilder of the backend, with `section`, how Megatron spreads a model; imports Megatron-Core.
+
+    Raises: ConfigError as `MegatronNetwork`, and for a model of transformers'.
+    """
+    from stretto.models.decoder import Decoder
+    from stretto_megatron.network import MegatronNetwork
+
+    for each in (module, how.get("reference")):
+        if each is not None and not isinstance(each, Decoder):
+            raise ConfigError(f"{BACKEND} trains models of our own families; leave model.impl out")
+        if each is not None:
+            check_shape(each.config)
+    return MegatronNetwork(module, **how)
+
+
+def check_shape(cfg: ModelConfig) -> None:
+    """Raises: ConfigError for a model that Megatron's layers do not compute as ours do."""
+    _check_family(cfg.family)
+    moe = cfg.moe
+    parts = {
+        "windows or layers with different heads": bool(cfg.layers) or cfg.window is not None,
+        "a gate on attention": cfg.attention_gate is not None,
+        "norms over all heads together": cfg.is_qk_norm_joint,
+        "biases behind attention or in MLPs": cfg.out_bias or cfg.mlp_bias,
+        "a YaRN rotation": cfg.rope is not None and cfg.rope.kind == "yarn",
+        "groups of experts": moe is not None and moe.num_groups > 1,
+        "a gate on the shared expert": moe is not None and moe.has_shared_gate,
+        "a bias in the router": moe is not None and moe.has_router_bias,
+    }
+    if there := [what for what, is_there in parts.items() if is_there]:
+        raise ConfigError(f"{BACKEND} does not compute {there[0]}, which this {cfg.family} has; {OTHERWISE}")
+
+
+def _check_family(family: str) -> None:
+    if family not in FAMILIES:
+        raise ConfigError(f"{BACKEND} computes {', '.join(FAMILIES)}, and this is a {family}; {OTHERWISE}")

@@ -1,0 +1,253 @@
+"""A model as Megatron-Core computes it: its config from ours, its layers, and the chunks of this rank.
+
+With Transformer Engine its layers are used; without it those of Megatron-Core itself, with a norm and an attention over
+packed rows of this file, because Megatron's own know neither. Weights are not initialised here (weights.py loads them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from stretto.base.errors import ConfigError
+from stretto.config.sections.model import ActivationCheckpointSection
+from stretto.config.sections.trainer import MegatronSection
+from stretto.families.shape import ModelConfig
+from stretto.models.attention import packed_attention
+from stretto.models.parts.norm import RMSNorm
+from stretto.models.parts.rope import inverse_frequencies
+from stretto.trainer.parallel.collectives import gather_rows
+from stretto_megatron.rows import PackedRow
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def build_config(
+    cfg: ModelConfig, dtype: torch.dtype, section: MegatronSection, ac: ActivationCheckpointSection | None
+) -> TransformerConfig:
+    """Megatron's config of a model on the mesh of its parallel state, which must exist.
+
+    Raises: ConfigError for an override that Megatron does not know or does not accept.
+    """
+    settings = _shape_settings(cfg) | _mesh_settings(section) | _recompute_settings(ac)
+    settings |= {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "perform_initialization": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Losses are divided by the tokens of all ranks already, so gradients are summed.
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": HAVE_TE,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": HAVE_TE,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": HAVE_TE,
+    }
+    known = {each.name for each in fields(TransformerConfig)}
+    if unknown := sorted(set(section.overrides) - known):
+        raise ConfigError(f"trainer.megatron.overrides: Megatron-Core has no argument {unknown[0]!r}; correct its name")
+    try:
+        return TransformerConfig(**(settings | section.overrides))
+    except (AssertionError, TypeError, ValueError) as cause:
+        raise ConfigError(f"Megatron-Core refuses this configuration: {cause}") from cause
+
+
+def _shape_settings(cfg: ModelConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "num_layers": cfg.num_layers,
+        "hidden_size": cfg.hidden_size,
+        "ffn_hidden_size": cfg.intermediate_size,
+        "num_attention_heads": cfg.num_heads,
+        "num_query_groups": cfg.num_kv_heads,
+        "kv_channels": cfg.head_dim,
+        "add_bias_linear": False,
+        "add_qkv_bias": cfg.qkv_bias,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": cfg.rms_norm_eps,
+        "qk_layernorm": cfg.has_qk_norm,
+        "rotary_interleaved": cfg.rope.is_interleaved,
+        "moe_token_dispatcher_type": "alltoall",  # another one refuses rows of different lengths
+    }
+    if (moe := cfg.moe) is None:
+        return settings
+    return settings | {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.intermediate_size,
+        "moe_layer_freq": [int(cfg.is_sparse(layer)) for layer in range(cfg.num_layers)],
+        "moe_router_load_balancing_type": "none",
+        "moe_router_score_function": "sigmoid" if moe.is_sigmoid else "softmax",
+        # The softmax of the chosen logits is that of all, divided by its sum over the chosen.
+        "moe_router_pre_softmax": not moe.is_sigmoid and not moe.norm_topk_prob,
+        "moe_router_topk_scaling_factor": None if moe.gate_scale == 1.0 else moe.gate_scale,
+        "moe_router_enable_expert_bias": moe.has_expert_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": moe.shared_size,
+        "moe_grouped_gemm": HAVE_TE,
+        "moe_permute_fusion": HAVE_TE,
+    }
+
+
+def _mesh_settings(section: MegatronSection) -> dict[str, Any]:
+    tp, pp = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    is_interleaved = section.virtual_stages > 1
+    return {
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        # Interleaved stages would mix up what they tell a rank that is both before and behind them; their rows have
+        # the same length (network.py), and such a rank is told in order.
+        "variable_seq_lengths": pp > 1 and not is_interleaved,
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
+        "deallocate_pipeline_outputs": pp > 1,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": section.etp,
+        "num_layers_in_first_pipeline_stage": section.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": section.last_stage_layers,
+    }
+
+
+_RECOMPUTED = {"norm": "layernorm", "mlp": "mlp", "routed_experts": "moe"}
+"""Parts of [model.ac] targets that limits.py allows, and what Megatron calls them."""
+
+
+def _recompute_settings(ac: ActivationCheckpointSection | None) -> dict[str, Any]:
+    if ac is None:
+        return {}
+    if ac.mode == "selective":
+        modules = [_RECOMPUTED[target] for target in ac.targets]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    method, number = ("uniform", ac.group_size) if ac.num_blocks is None else ("block", ac.num_blocks)
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": number}
+
+
+def build_chunks(cfg: ModelConfig, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
+    """The parts of the model that this rank has, in their order: one, or several with an interleaved pipeline."""
+    number = config.virtual_pipeline_model_parallel_size
+    frequencies, _ = inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)
+    # A vocabulary that ranks of tp cannot divide is padded; the logits of the padding are masked.
+    degree = config.tensor_model_parallel_size
+    vocab_size = -(-cfg.vocab_size // degree) * degree
+    chunks = []
+    for stage in [None] if number is None else range(number):
+        spec = get_gpt_decoder_block_spec(config, HAVE_TE, normalization="RMSNorm", vp_stage=stage)
+        if not HAVE_TE:
+            spec = _with_own_parts(spec)
+        chunk = GPTModel(
+            config,
+            spec,
+            vocab_size,
+            cfg.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=cfg.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_percent=cfg.rope.fraction,
+            vp_stage=stage,
+        ).to(device)
+        chunk.rotary_pos_emb.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=device)
+        chunks.append(chunk)
+    return chunks
+
+
+def seed_megatron(seed: int) -> None:
+    """Give Megatron's random number generators, which its layers ask for, a seed."""
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+# -- parts without Transformer Engine --
+
+
+class PlainNorm(RMSNorm):
+    """Our RMSNorm, which tells Megatron whether its gradients are of some of the tokens only."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        self.to(config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within the documents of a packed row, the tokens of which ranks of cp may split."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
+        super().__init__(config=config)
+        self.layer = layer_number - 1
+        self.group = parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Float[Tensor, "tokens heads dim"],
+        key: Float[Tensor, "tokens kv_heads dim"],
+        value: Float[Tensor, "tokens kv_heads dim"],
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedRow,
+        **_: Any,
+    ) -> Float[Tensor, "tokens 1 features"]:
+        """The attended values of this rank's tokens."""
+        row = packed_seq_params
+        if self.group.size() == 1:
+            out = packed_attention(row.bounds, query.device)(self.layer, query, key, value)
+        else:
+            rank = self.group.rank()
+            key, value = (gather_rows(each, row.places, rank, self.group) for each in (key, value))
+            out = torch.cat([_attend(query[own], key[seen], value[seen]) for own, seen in row.chunks])
+        return out.flatten(1).unsqueeze(1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of the last len(query) tokens of a document, [tokens, heads, dim]."""
+    first = len(key) - len(query)
+    mask = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(first)
+    q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+def _with_own_parts(spec: Any) -> Any:
+    """A block's layers with this file's norm and attention."""
+    layers = []
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        attention = parts.self_attention
+        inner = attention.submodules
+        norms = {
+            name: PlainNorm for name in ("q_layernorm", "k_layernorm") if getattr(inner, name).__name__ != "IdentityOp"
+        }
+        inner = replace(inner, core_attention=PackedAttention, **norms)
+        parts = replace(
+            parts,
+            input_layernorm=PlainNorm,
+            pre_mlp_layernorm=PlainNorm,
+            self_attention=replace(attention, submodules=inner),
+        )
+        layers.append(replace(layer, submodules=parts))
+    return replace(spec, layer_specs=layers, layer_norm=PlainNorm)
+
+
+def value_head(config: TransformerConfig, device: torch.device) -> nn.Linear:
+    """A head with one output, whole on every rank of the last stage, all of which compute the same with it."""
+    return nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device)

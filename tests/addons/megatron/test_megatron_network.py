@@ -1,0 +1,74 @@
+"""Megatron-Core on meshes of a CPU against one rank of our own trainer; skipped where it is not installed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from stretto.check.megatron import MADE
+
+RUNS, ON_CPU = (Path(__file__).with_name(name) for name in ("megatron_runs.py", "on_cpu"))
+QUICK = ("qwen3-cp2", "qwen3_moe-tp2-pp2-ep2-untied", "qwen3-tp2-pp2-critic")
+SLOW = (
+    "qwen3", "qwen3-tp2", "qwen3-dp2", "qwen3-pp2", "qwen3-pp2-interleaved", "qwen3-pp2-uneven-full", "qwen3-pp2-block",
+    "qwen3-tp2-cp2", "qwen3-dp2-cp2", "qwen2-tp2-untied", "llama-pp2", "qwen3_moe-dp2-ep2", "qwen3_moe-tp2-ep2",
+    "qwen3_moe-tp2-etp2", "qwen3_moe-tp2-dp2-ep2-etp2", "glm4_moe-tp2-pp2", "qwen3_moe-cp2-ep2", "qwen3-critic",
+    "qwen3-cp2-critic", "qwen3-dp2-bf16", "qwen3-tp2-bf16",
+)  # fmt: skip
+EXACT = {"loaded": 0.0, "exported": 1.0, "again": 1.0}
+"""Weights as they were read, tensors as engines get them, and a run that resumes on its own mesh: bit by bit."""
+CLOSE = dict.fromkeys(("logprobs", "gradients", "norm", "updated", "resumed", "values"), 1e-5) | {"metrics": 5e-4}
+"""The largest differences: gradients and weights relative to the largest value of each parameter."""
+ROUNDED = {"logprobs": 0.1, "gradients": 0.15, "norm": 0.01, "metrics": 0.1, "updated": 0.02, "resumed": 0.02}
+"""With weights of 16 bits, which ranks round in another order."""
+
+
+def find_python() -> str | None:
+    """A Python that has Megatron-Core: this one, or that of `make megatron`."""
+    if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
+        return sys.executable
+    made = Path(sys.prefix) / MADE
+    return str(made) if made.is_file() else None
+
+
+needs_megatron = pytest.mark.skipif(find_python() is None, reason="Megatron-Core is not installed: make megatron")
+
+
+@functools.cache
+def measured(cases: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """What megatron_runs.py writes of each case; the end of its output as an error if one is missing."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [find_python() or "", str(RUNS), folder, *cases]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ON_CPU), os.environ["PYTHONPATH"]])}
+        ran = subprocess.run(words, capture_output=True, text=True, env=env, timeout=60 + 60 * len(cases))
+        files = {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
+    missing = [case for case in cases if case not in files]
+    assert not missing, f"{missing} did not end well: {(ran.stdout + ran.stderr)[-4000:]}"
+    return files
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, marks=pytest.mark.heavy) for case in QUICK),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
+    ],
+)
+def test_a_mesh_of_megatron_computes_what_one_rank_of_our_own_trainer_does(case):
+    found = measured(QUICK if case in QUICK else SLOW)[case]
+    assert len(found) >= 3
+    bounds = ROUNDED if case.endswith("bf16") else CLOSE
+    for name, value in found.items():
+        if name in EXACT:
+            assert value == EXACT[name], (name, found)
+        else:
+            assert value <= bounds[name], (name, found)

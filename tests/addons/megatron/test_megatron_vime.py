@@ -1,0 +1,100 @@
+"""A run by vime's flags with two stages of Megatron-Core learns as stretto's own trainer does; skipped without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
+
+from runs import untrained_model
+
+from stretto.base.paths import RunDir
+from stretto.check.megatron import MADE, find_python
+
+ON_CPU = Path(__file__).with_name("on_cpu")
+SOURCE = Path(__file__).parents[3] / "src"
+CODE = """
+import os
+
+def vowels(args, sample):
+    text = sample.response.removesuffix("<|im_end|>")
+    return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
+
+def kind(it):
+    return type(it).__module__.partition(".")[0] + "." + type(it).__name__
+
+def init(args):
+    say("init")
+
+def before_log_prob(args, model, store_prefix):
+    say(f"log_prob {kind(model[0])}{store_prefix}")
+
+def before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
+    say(f"step {rollout_id} {step_id} {kind(model[0])} {kind(optimizer)} {kind(opt_param_scheduler)}")
+
+def say(text):
+    with open(f"hooks_{os.environ['RANK']}.txt", "a") as file:
+        file.write(text + "\\n")
+"""
+FLAGS = """
+--hf-checkpoint model --prompt-data rows.jsonl --input-key prompt --apply-chat-template
+--custom-rm-path own.vowels --num-rollout 12 --rollout-batch-size 4 --n-samples-per-prompt 16
+--rollout-max-response-len 6 --rollout-max-context-len 64 --advantage-estimator grpo --normalize-advantages
+--eps-clip 0.2 --global-batch-size 32 --lr 2e-2 --lr-decay-style constant
+--actor-num-gpus-per-node 0 --rollout-num-gpus 0
+"""
+MEGATRON = """
+--train-backend megatron --pipeline-model-parallel-size 2
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--custom-megatron-init-path own.init --custom-megatron-before-log-prob-hook-path own.before_log_prob
+--custom-megatron-before-train-step-hook-path own.before_train_step
+"""
+
+
+def environment_beside(directory: Path, megatron: str) -> str:
+    """A Python with the packages of this one, and Megatron-Core beside it where `make megatron` puts it."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
+    packages = directory / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    (packages / "all.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    made = directory / MADE
+    made.parent.mkdir(parents=True)
+    made.write_text(f'#!/bin/sh\nPYTHONPATH={ON_CPU}:{SOURCE}:. exec {megatron} "$@"\n')
+    made.chmod(0o755)
+    return str(directory / "bin" / "python")
+
+
+def rewards(python: str, cwd: Path, name: str, more: str = "") -> list[float]:
+    """The mean reward of each rollout of a run."""
+    env = os.environ | {"PYTHONPATH": f"{SOURCE}:{cwd}", "OMP_NUM_THREADS": "1"}
+    words = [python, "-m", "stretto", "vime", *FLAGS.split(), *more.split(), "--save", f"runs/{name}"]
+    ran = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=570)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    lines = RunDir(cwd / "runs" / name).metrics("orchestrator").read_text().splitlines()
+    return [row["reward/mean"] for row in map(json.loads, lines) if "reward/mean" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_python() is None, reason="Megatron-Core is not installed: make megatron")
+@pytest.mark.skipif(find_python() == sys.executable, reason="this Python has Megatron-Core itself")
+def test_a_run_by_vimes_flags_with_two_stages_learns_as_the_own_trainer_does(tmp_path):
+    untrained_model(tmp_path, num_layers=2)
+    (tmp_path / "own.py").write_text(CODE)
+    rows = [{"prompt": [{"role": "user", "content": f"say {word}"}]} for word in ("a", "be", "cab", "deaf")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    python = environment_beside(tmp_path / "env", find_python())
+    found = rewards(python, tmp_path, "megatron", MEGATRON)
+    own = rewards(python, tmp_path, "own")
+    assert len(found) == 12 and found[:4] == pytest.approx(own[:4], abs=0.02)
+    assert sum(found[-3:]) / 3 > sum(found[:3]) / 3 + 0.2
+    step = "step {} {} megatron.DistributedDataParallel megatron.ChainedOptimizer megatron.OptimizerParamScheduler"
+    said = ["init"]
+    for rollout in range(12):
+        said += ["log_prob megatron.DistributedDataParallel", step.format(rollout, 0), step.format(rollout, 1)]
+    for rank in range(2):
+        assert (tmp_path / f"hooks_{rank}.txt").read_text().splitlines() == said

@@ -1,0 +1,160 @@
+"""trainer.backend = "megatron": its meshes, the keys that it refuses, and the Python of the trainer's ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto import __version__
+from stretto.base.errors import ConfigError
+from stretto.check.degrees import Degrees, Shape, find_megatron_degrees
+from stretto.check.megatron import MADE, check_trainer_python, trainer_python
+from stretto.config.load import build
+from stretto.config.root import RLConfig
+from stretto.config.sections.model import ModelSection
+from stretto.config.sections.trainer import MegatronSection, TrainerKeys
+from stretto.launch.plan.plan import plan
+
+DENSE = Shape(num_heads=8, num_kv_heads=4, intermediate_size=64, family="qwen3", num_layers=12)
+SPARSE = Shape(num_heads=8, num_kv_heads=4, intermediate_size=64, num_experts=6, family="qwen3_moe", num_layers=12)
+
+
+def degrees(ranks: int, shape: Shape = DENSE, model: dict | None = None, **section) -> Degrees:
+    return find_megatron_degrees(ModelSection(**(model or {})), MegatronSection(**section), ranks, shape)
+
+
+def test_what_tp_cp_and_pp_leave_are_replicas():
+    found = degrees(24, model={"tp": 2, "cp": 2}, pp=3)
+    assert found == Degrees(dp_shard=2, cp=2, tp=2, pp=3, splits_tokens=True)
+    assert found.world_size == 24 and found.dp == 2
+
+
+def test_experts_are_spread_over_all_ranks_of_a_stage():
+    assert degrees(8, SPARSE, {"tp": 2, "ep": 2}, pp=2).ep == 2
+    assert degrees(12, SPARSE, {"tp": 2}, pp=2).ep == 6, "auto: as many as there are"
+    assert degrees(12, SPARSE, {"tp": 2}, pp=2, etp=2).ep == 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "model", "section", "said"),
+    [
+        (4, DENSE, {"tp": 2}, {"pp": 3}, "tp = 2 x cp = 1 x trainer.megatron.pp = 3 does not divide the 4"),
+        (8, DENSE, {"tp": 8}, {}, "tp = 8 does not divide the 4 key and value heads"),
+        (5, DENSE, {}, {"pp": 5}, "pp = 5: the 12 layers of this model do not make equal stages; valid"),
+        (2, DENSE, {}, {"pp": 2, "first_stage_layers": 12}, "12 of them in stages of their own"),
+        (2, DENSE, {}, {"pp": 2, "first_stage_layers": 5, "last_stage_layers": 6}, "do not make equal stages"),
+        (2, DENSE, {}, {"pp": 2, "virtual_stages": 4}, "virtual_stages = 4 does not divide the 6 layers of a stage"),
+        (2, DENSE, {}, {"virtual_stages": 2}, "are of pipelines, and pp = 1"),
+        (2, DENSE, {"ep": 2}, {}, "the policy has no experts"),
+        (2, DENSE, {}, {"etp": 2}, "etp = 2, but the policy has no experts"),
+        (4, SPARSE, {"ep": 4}, {}, "must divide both tp x cp x dp / etp = 4 ranks and the 6 experts; valid: 1, 2"),
+        (3, SPARSE, {}, {"etp": 2}, "etp = 2 does not divide tp x cp x dp = 3 ranks"),
+    ],
+)
+def test_a_degree_that_does_not_fit_is_told_with_those_that_do(ranks, shape, model, section, said):
+    with pytest.raises(ConfigError) as caught:
+        degrees(ranks, shape, model, **section)
+    assert said in str(caught.value)
+
+
+def test_uneven_ends_leave_equal_stages():
+    section = {"pp": 4, "first_stage_layers": 2, "last_stage_layers": 4}
+    assert degrees(4, **section).pp == 4
+    assert degrees(4, **section, virtual_stages=1).pp == 4
+
+
+def rl(tmp_path, trainer: dict, **more) -> RLConfig:
+    return build(
+        RLConfig,
+        {
+            "model": {"name": str(tmp_path), **more.pop("model", {})},
+            "trainer": {"backend": "megatron"} | trainer,
+            "orchestrator": {"env": [{"id": "sort-letters"}], "batch_size": 16, "group_size": 4},
+            "output_dir": str(tmp_path),
+            "seq_len": 256,
+            "dry_run": True,
+        }
+        | more,
+    )
+
+
+def test_a_worker_has_the_ranks_of_all_stages(tmp_path):
+    interpreter = tmp_path / "python"
+    cfg = rl(tmp_path, {"megatron": {"pp": 2}, "interpreter": str(interpreter)}, model={"tp": 2})
+    specs = [spec for spec in plan(cfg, cfg.run_dir).processes if spec.role == "trainer"]
+    assert len(specs) == cfg.num_train_ranks == 4
+    assert {spec.argv[0] for spec in specs} == {str(interpreter)}
+    others = {spec.argv[0] for spec in plan(cfg, cfg.run_dir).processes if spec.role != "trainer"}
+    assert others == {sys.executable}
+    gpus = rl(tmp_path, {"megatron": {"pp": 2}}, deployment={"num_train_gpus": 8})
+    assert gpus.orchestrator.num_train_workers == 4 and gpus.num_train_ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": {"lora": {}}}, "Megatron trains all weights"),
+        ({"model": {"compile": {}}}, "only our own modules have it"),
+        ({"model": {"optim_cpu_offload": True}}, "only our own modules have it"),
+        ({"model": {"ep_comm_backend": "deepep"}}, "moe_token_dispatcher_type"),
+        ({"model": {"shared_prefixes": "tree"}}, "computes each document whole"),
+        ({"trainer": {"enable_router_replay": True}}, "only our own modules have it"),
+        ({"trainer": {"optim": {"type": "muon"}}}, 'its optimizer is AdamW; use type = "adamw"'),
+        ({"colocate": {}}, "memory of Megatron is not put away"),
+        ({"trainer": {"backend": "fsdp", "megatron": {"pp": 2}}}, 'set backend = "megatron"'),
+    ],
+)
+def test_what_megatron_does_not_do_is_refused(tmp_path, given, said):
+    given = dict(given)
+    with pytest.raises(ConfigError) as caught:
+        rl(tmp_path, given.pop("trainer", {}), **given)
+    assert said in str(caught.value)
+
+
+def stand_in(path: Path, **found) -> Path:
+    """A Python that answers the question what it has; it is not one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho '{json.dumps(found)}'\n")
+    path.chmod(0o755)
+    return path
+
+
+HAS_ALL = {"python": [3, 12], "stretto": __version__, "torch": "2.13.0", "megatron-core": "0.19.2"}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (HAS_ALL | {"megatron-core": None, "python": [3, 11]}, "has no Megatron-Core, and 0.19 or newer is needed"),
+        (HAS_ALL | {"megatron-core": "0.16.1"}, "has megatron-core 0.16.1, and 0.19 or newer"),
+        (HAS_ALL | {"stretto": None}, f"has no stretto; install stretto {__version__} there"),
+        (HAS_ALL | {"stretto": "0.0.1"}, "has stretto 0.0.1; install stretto"),
+        (HAS_ALL | {"device": "no driver"}, "computes on GPUs, and there is none (no driver)"),
+    ],
+)
+def test_what_the_trainers_python_lacks_is_told(tmp_path, found, said):
+    python = stand_in(tmp_path / "python", **found)
+    with pytest.raises(ConfigError) as caught:
+        check_trainer_python(TrainerKeys(backend="megatron", interpreter=str(python)), needs_gpu=True)
+    assert said in str(caught.value)
+
+
+def test_the_trainers_python_is_the_one_that_has_megatron_core(tmp_path, monkeypatch):
+    keys = TrainerKeys(backend="megatron", interpreter=str(stand_in(tmp_path / "python", **HAS_ALL)))
+    assert check_trainer_python(keys) == (f"Megatron-Core 0.19.2 with torch 2.13.0, Python 3.12, {tmp_path / 'python'}")
+    with pytest.raises(ConfigError, match="is no Python that runs"):
+        check_trainer_python(TrainerKeys(interpreter=str(tmp_path / "nothing")))
+    assert check_trainer_python(TrainerKeys()) == ""
+    assert trainer_python(TrainerKeys()) == sys.executable
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    made = stand_in(tmp_path / MADE, **HAS_ALL)
+    found = trainer_python(TrainerKeys(backend="megatron"))
+    assert found in (str(made), sys.executable)  # the latter if it has Megatron-Core itself
+
+
+def test_this_python_is_asked_in_a_process_of_its_own():
+    found = check_trainer_python(TrainerKeys(interpreter=sys.executable))
+    assert found.endswith(sys.executable) and f"Python {sys.version_info.major}.{sys.version_info.minor}" in found
