@@ -16,6 +16,9 @@ try:
     import hypothesis
 except ImportError:  # a machine with a GPU and little else: python -m tests.gpu
     hypothesis = None
+else:  # an example that takes long on a busy machine is not wrong
+    hypothesis.settings.register_profile("stretto", deadline=None)
+    hypothesis.settings.load_profile("stretto")
 
 # Before anything imports torch: threads that spin slow down everything else on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -93,14 +93,14 @@ def test_the_client_reads_samples() -> None:
     assert read.prompt_cache_hit_tokens == 300
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_or_empty_and_never_crashes(body: bytes) -> None:
     with contextlib.suppress(DataError):
         protobuf.read_forward_backward(body)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_request_never_crashes(choose: st.DataObject) -> None:
     body = bytearray(request_bytes([datum()], clip_low_threshold=0.7))

@@ -148,7 +148,7 @@ class Chatter:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10**6), num_turns=st.integers(1, 5))
 def test_branches_are_what_the_engine_saw_and_every_sampled_token_is_trained_once(family, seed, num_turns):
     renderer = renderer_of(family)

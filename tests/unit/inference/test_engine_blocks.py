@@ -69,7 +69,7 @@ def test_forgetting_keeps_owned_blocks_and_finds_nothing():
     assert pool.num_free == 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from(["allocate", "release", "share", "register"]), st.integers(0, 50)), max_size=80)
 )

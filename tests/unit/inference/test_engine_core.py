@@ -133,7 +133,7 @@ def test_preemption_changes_no_bit():
 
 
 @pytest.mark.heavy
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.randoms(use_true_random=False))
 def test_bits_do_not_depend_on_the_rest_of_the_batch(random):
     rng = np.random.default_rng(random.randrange(2**32))
@@ -181,7 +181,7 @@ def test_a_fixed_row_count_gives_the_same_bits():
 
 
 @pytest.mark.heavy
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.randoms(use_true_random=False))
 def test_nothing_is_lost_or_shared_wrongly_in_a_tiny_cache(random):
     rng = np.random.default_rng(random.randrange(2**32))

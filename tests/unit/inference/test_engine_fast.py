@@ -101,7 +101,7 @@ def draw_script(random, updates):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(random=st.randoms(use_true_random=False))
 def test_fast_is_slow(shape, random):
     sizes = {

@@ -113,7 +113,7 @@ delays = st.fixed_dictionaries(
 
 
 @pytest.mark.heavy
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(delays)
 def test_no_batch_is_older_than_the_bound_whatever_takes_long(tmp_path_factory, delays):
     bounds = {k: delays[k] for k in ("max_async_level", "max_off_policy_steps")}

@@ -56,7 +56,7 @@ def documents(batches):
 
 
 @given(st.lists(st.tuples(st.integers(1, SEQ_LEN), st.sets(st.integers(0, 5))), min_size=1, max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rows_have_at_most_so_many_patches_and_images_travel_with_their_samples(drawn):
     # Image n has 4 (n + 1) patches; one that several samples show counts once in a row.
     pictures = [image_of(np.full((4 * n + 4, 2), n, np.float32), (1, 2, 2 * n + 2)) for n in range(6)]
@@ -74,7 +74,7 @@ lengths = st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=60)
 
 
 @pytest.mark.heavy
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths, st.integers(1, 8), st.booleans())
 def test_no_token_is_lost_no_sample_is_split_and_ranks_are_even(lengths, world_size, by_flops):
     samples = [sample(i, n) for i, n in enumerate(lengths)]
@@ -113,13 +113,11 @@ def slow_first_fit(lengths, capacity):
     return rows
 
 
-@settings(deadline=None)
 @given(lengths)
 def test_rows_equal_those_of_textbook_first_fit_decreasing(lengths):
     assert pack_rows(np.array(lengths), SEQ_LEN) == slow_first_fit(lengths, SEQ_LEN)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=64), st.integers(1, 8))
 def test_ranks_differ_by_at_most_the_dearest_row(row_costs, world_size):
     ranks = at_once(assign_rows(row_costs, world_size))
@@ -145,7 +143,6 @@ def slow_split(rows, costs, multiple):
     return rows
 
 
-@settings(deadline=None)
 @given(lengths, st.integers(1, 16))
 def test_the_dearest_rows_are_halved_until_every_rank_has_as_many(lengths, multiple):
     costs = Cost(linear=1.0, quadratic=0.1).of(np.array(lengths))
@@ -231,7 +228,7 @@ def test_a_sample_longer_than_a_row_is_refused_by_name():
         pack_now([sample(7, SEQ_LEN + 1)], step=1, seq_len=SEQ_LEN)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths, st.integers(1, 40))
 def test_rows_have_at_most_their_tokens_but_for_one_longer_sample(lengths, row_tokens):
     samples = [sample(i, n) for i, n in enumerate(lengths)]
@@ -276,7 +273,7 @@ def group_of(group: int, num: int, prompt: int, reply: int) -> list[TrainSample]
     st.integers(1, 3),
     st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_samples_that_begin_alike_are_packed_by_what_they_add(groups, world_size, has_images):
     samples = [s for number, shape in enumerate(groups) for s in group_of(number, *shape)]
     if has_images:

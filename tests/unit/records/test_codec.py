@@ -108,7 +108,7 @@ def assert_same(a: typing.Any, b: typing.Any) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", every_record(), ids=lambda kind: kind.__name__)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_every_record_survives_wire_and_file(kind: type, data: st.DataObject) -> None:
     record = data.draw(records_of(kind))
@@ -206,7 +206,7 @@ def test_missing_cut_and_surplus_frames_are_refused() -> None:
             decode(wrong, TrainBatch)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_damaged_frames_never_crash(data: st.DataObject) -> None:
     frames = [bytearray(frame) for frame in encode(batch(data.draw(st.sampled_from((5, 2000)))))]
@@ -220,7 +220,7 @@ def test_damaged_frames_never_crash(data: st.DataObject) -> None:
         return
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_changed_byte_of_a_blob_is_noticed(data: st.DataObject) -> None:
     record = Branch(

@@ -25,7 +25,7 @@ def slow_sum(data: bytes) -> list[int]:
     return [sum(block) % 2**64 for block in words]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 3 * BLOCK), max_size=8), st.integers(0, 99))
 def test_how_bytes_are_cut_makes_no_difference(sizes, seed):
     data = bytes(weights(seed, sum(sizes)))

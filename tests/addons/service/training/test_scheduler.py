@@ -144,7 +144,7 @@ def test_what_comes_first_waits_for_what_has_begun() -> None:
     assert share.request is save
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(1, 500), max_size=6)), min_size=1, max_size=40))
 def test_everything_pushed_is_given_out_once(pushed: list[tuple[int, list[int]]]) -> None:
     queue = TrainQueue(quantum=100, max_tokens=400)

@@ -7,7 +7,7 @@ import tomllib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.config.reading.lines import json_lines, toml_lines
@@ -75,7 +75,6 @@ VALUES = st.recursive(
 
 
 @pytest.mark.heavy
-@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), st.sampled_from([None, 2]))
 def test_every_path_of_a_json_document_is_found(data: dict[str, Any], indent: int | None) -> None:
     lines = json_lines(json.dumps(data, indent=indent))
@@ -85,7 +84,6 @@ def test_every_path_of_a_json_document_is_found(data: dict[str, Any], indent: in
 
 
 @pytest.mark.heavy
-@settings(deadline=None)
 @given(st.lists(st.from_regex(r"[a-z]{1,6}", fullmatch=True), min_size=1, unique=True), st.integers(0, 3))
 def test_keys_stand_where_they_were_written(names: list[str], gap: int) -> None:
     blank = "\n" * gap

@@ -349,7 +349,7 @@ def test_a_group_that_a_user_draws_before_the_next_version_is_loaded_is_dropped_
 
 
 @pytest.mark.heavy
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(bounds, fates, st.randoms(use_true_random=False))
 def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, rng):
     order = bounds.pop("order")
