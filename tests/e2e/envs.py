@@ -190,8 +190,8 @@ class Patient(VowelTurns):
     name = "patient"
 
     async def respond(self, episode: Episode, reply: Reply) -> list[dict[str, str]] | None:
-        await asyncio.sleep(2.0)
-        return [{"role": "user", "content": "again"}] if episode.num_turns < 12 else None
+        await asyncio.sleep(8.0)
+        return [{"role": "user", "content": "a"}] if episode.num_turns < 12 else None
 
 
 class Team:

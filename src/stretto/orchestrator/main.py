@@ -249,6 +249,7 @@ def build_loop(
     ledger = Ledger(run_dir, limits=limits, segment_bytes=cfg.ledger.segment_bytes)
     stack.callback(ledger.close)
     buffer = Buffer(build_bounds(cfg, progress.step), ledger, next_step=progress.step + 1)
+    logger.info("at most %d groups are under way at once", buffer.bounds.num_slots)
     curriculum = build_curriculum(cfg, envs, progress)
     mix = TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum.pools)
     vocab_size = vocab_size_of(cfg, renderer)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,17 @@ class Bounds:
     first_version: int = 0
     """The version with which this incarnation of the run begins."""
 
-    @property
+    @cached_property
     def max_steps_ahead(self) -> int:
         """Steps that generation may be ahead without its groups becoming too old."""
         return min(self.max_async_level, self.max_off_policy_steps)
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """Groups that may run, wait or be in training at once."""
         return int(max(self.max_steps_ahead + 1, self.oversampling_factor or 0) * self.groups_per_batch)
 
-    @property
+    @cached_property
     def max_replaced(self) -> int:
         """Zero-signal groups that are replaced by other draws, per batch."""
         return int((self.max_oversampling - 1) * self.groups_per_batch) if self.filter_zero_signal else 0
@@ -56,7 +57,3 @@ class Bounds:
         synchronised = (step - 1) // self.sync_interval * self.sync_interval if self.sync_interval else 0
         oldest = max(step - 1 - self.max_steps_ahead, synchronised)
         return max(-(-oldest // self.update_interval) * self.update_interval, self.first_version)
-
-    def oldest_version(self, step: int) -> int:
-        """The oldest version whose first tokens may be trained at `step`."""
-        return step - 1 - self.max_off_policy_steps

@@ -245,9 +245,7 @@ class Buffer:
         is_extra: it needs no free slot, and is dropped as stale if the loaded version is too old by now.
         """
         assert is_extra or self.may_admit(), f"group {group_id} started without a free slot"
-        assert is_extra or self.version >= self.bounds.oldest_version(self.next_step), (
-            f"group {group_id} would be too old from the start"
-        )
+        assert is_extra or self.version >= self.oldest_version, f"group {group_id} would be too old from the start"
         slot = Slot(group_id, task, self.version, is_frozen, partials or {})
         self._add(slot)
         self.pending_redraws.discard(group_id)
@@ -292,7 +290,7 @@ class Buffer:
     def restore(self, group: Group, *, has_signal: bool, rejected: str | None = None) -> None:
         """Add a group that an earlier incarnation of the run finished."""
         is_frozen = any(rollout.is_frozen for rollout in group.rollouts)
-        slot = Slot(group.group_id, group.task, self.bounds.oldest_version(self.next_step), is_frozen)
+        slot = Slot(group.group_id, group.task, self.oldest_version, is_frozen)
         self._add(slot)
         counts = replace(self.counts)  # they are of groups that this incarnation has played
         self.complete(slot, group, has_signal=has_signal, rejected=rejected)
@@ -391,6 +389,11 @@ class Buffer:
         return (slot.step or self.next_step) - 1 - slot.first_version
 
     @property
+    def oldest_version(self) -> int:
+        """The oldest version whose first tokens the next step may train."""
+        return self.next_step - 1 - self.bounds.max_off_policy_steps
+
+    @property
     def num_unaccounted(self) -> int:
         """Groups of which nobody knows what became of them: not shipped, dropped, failed, running or waiting."""
         waiting = self._in(SlotState.RUNNING, SlotState.READY, SlotState.REPLACED)
@@ -474,7 +477,7 @@ class Buffer:
 
         Later batches are taken to be as large as this one. It does not wait for what could not be in it anyway.
         """
-        oldest, running = self.bounds.oldest_version(self.next_step), self._running_by_version
+        oldest, running = self.oldest_version, self._running_by_version
         if not running or (min(running) - oldest) * num_groups >= self.bounds.num_slots:
             return False  # later batches have room for everything
         ordered = [self.slots[group_id] for group_id in self._in_order()]
@@ -516,7 +519,7 @@ class Buffer:
         return [slot for slot in self.slots.values() if slot.state in states]
 
     def _is_stale(self, slot: Slot) -> bool:
-        return not slot.is_frozen and slot.first_version < self.bounds.oldest_version(self.next_step)
+        return not slot.is_frozen and slot.first_version < self.oldest_version
 
     def _drop(self, slot: Slot, reason: str) -> None:
         self.ledger.group_dropped(slot.group_id, reason)

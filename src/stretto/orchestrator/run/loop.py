@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 BUDGET_INTERVAL_S = 30.0
 """The longest between two looks at what frozen models cost; times are known ahead."""
 CLOCK_SLACK_S = 0.01
+LONG_BATCH_S = 30.0
 
 
 class CheckpointWriter:
@@ -99,6 +100,7 @@ class Loop:
         """Why the run ended before its last step, if early_stop, its budget or the cost of a model ended it."""
         for spending in run.spendings:
             spending.stop = self._end_early
+        self._shown_batch: tuple[int | None, float] = (None, 0.0)  # the next step, and when it was shown last
         self._limit = build_limit(run.cfg, run.buffer)
         self._steering = (
             None if run.cfg.steering is None else Steering(run.cfg.steering, run.buffer.bounds.max_async_level)
@@ -248,12 +250,26 @@ class Loop:
                 loads, num_tokens = await engine_loads(engines)
                 if loads:
                     self.parts.ledger.event("engines", loads)
-                if self.buffer.num_running and (engines.num_replies, num_tokens) != before:
+                if (engines.num_replies, num_tokens) != before and self.buffer.num_running:
                     self.parts.watch.progress("tokens sampled")
+                    self._show_long_batch()
                 before = engines.num_replies, num_tokens
             except EngineError as error:  # one that is really down fails its next request
                 logger.debug("no loads of engines: %s", error)
             await asyncio.sleep(max(ENGINE_LOADS_INTERVAL_S, ENGINE_LOADS_INTERVAL_S * engines.num_ready / 10))
+
+    def _show_long_batch(self) -> None:
+        """Report how many groups of a batch are played, now and then; the launcher ends a run that is silent."""
+        step, total, now = self.buffer.next_step, self.buffer.bounds.groups_per_batch, time.monotonic()
+        shown, at = self._shown_batch
+        if step != shown:
+            if shown is not None:
+                report("progress", text=f"groups of step {shown}", done=total, total=total)
+            self._shown_batch = step, now
+        elif now - at >= LONG_BATCH_S:
+            num_ready = self.buffer.gauges().get("ready", 0)
+            report("progress", text=f"groups of step {step}", done=min(num_ready, total - 1), total=total)
+            self._shown_batch = step, now
 
     async def follow_membership(self) -> None:
         """Let engines join and leave as `stretto engines` asks."""

@@ -159,7 +159,7 @@ class GroupPipeline:
 
     def _pop_partials(self, group_id: int, members: Sequence[int]) -> dict[int, PartialRollout]:
         """The partial rollouts of a draw by member, except those that are too old by now."""
-        oldest = self.buffer.bounds.oldest_version(self.buffer.next_step)
+        oldest = self.buffer.oldest_version
         partials = {}
         for member in members:
             partial = self.parts.cursor.partials.pop((group_id, member), None)

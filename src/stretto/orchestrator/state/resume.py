@@ -130,7 +130,7 @@ def prepare_cursor(
         ledger.begin_after(progress.step)  # raises: the ledger is not new
     num_lost = ledger.rewind(progress.step).rollouts_lost
     _restore_lost_draws(ledger, mix, progress, cfg.run_dir)
-    oldest_version = buffer.bounds.oldest_version(progress.step + 1)
+    oldest_version = buffer.oldest_version
     num_reused = 0
     for group in ledger.resumable(progress.step, oldest_version):
         verdict = assess_group(group, cfg, vocab_size, hooks)

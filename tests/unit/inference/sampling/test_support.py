@@ -256,7 +256,7 @@ def test_gradients_do_not_depend_on_packing(sharing):
 def test_reference_and_policy_are_compared_over_the_same_tokens():
     mb = drawn(top_k=5)
     learner = build_learner(build_model(3))
-    learner._reference = build_model(3)
+    learner.network.reference = build_model(3)
     [own], [reference] = learner.trained_logprobs([mb]), learner.trained_logprobs([mb], is_reference=True)
     np.testing.assert_allclose(own, reference, atol=1e-6)
 
