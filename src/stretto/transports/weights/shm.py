@@ -146,7 +146,10 @@ class ShmFile:
             os.ftruncate(self.fd, end)
             self._size, self._is_new = end, False
         elif self._map is not None and start < self._size:
-            self._map.madvise(mmap.MADV_REMOVE, start, self._size - start)
+            try:
+                self._map.madvise(mmap.MADV_REMOVE, start, self._size - start)
+            except OSError:  # the kernel, or what is in its place, cannot do that
+                os.ftruncate(self.fd, start)
             self._size = start
 
 
