@@ -282,6 +282,16 @@ def test_a_full_shared_memory_is_an_error_that_says_so(tmp_path: Path) -> None:
     source.close()
 
 
+def test_a_directory_of_shared_memory_that_takes_no_more_files_is_an_error_that_says_so(tmp_path: Path) -> None:
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    source = ShmPublisher("run", directory)
+    directory.rmdir()
+    with pytest.raises(EngineError, match=f"cannot write version 0 to shared memory in {directory}: No such file"):
+        source.publish(0, weights())
+    source.close()
+
+
 PUBLISH_AND_HANG = """
 import sys, time
 from pathlib import Path

@@ -175,8 +175,8 @@ class ShmPublisher:
 
     def _write(self, version: int, tensors: Iterable[NamedTensor]) -> RankShards:
         started = time.perf_counter()
-        file = self._free_file()
         try:
+            file = self._free_file()
             checksum, entries = file.write(version, tensors)
         except OSError as cause:
             raise EngineError(
@@ -240,7 +240,7 @@ class ShmReceiver(MappedReceiver):
         return memoryview(mapped)[:end]
 
     def _read(self, parts: list[memoryview]) -> Iterator[memoryview]:
-        yield from parts  # a kept mapping has all of its pages
+        yield from parts  # a kept mapping has its pages
 
     def check_unchanged(self) -> None:
         for path, mapped in zip(self._paths, self._maps):
