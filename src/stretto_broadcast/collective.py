@@ -183,12 +183,12 @@ class CollectivePublisher:
 
     def _write(self, version: int, tensors: Iterable[NamedTensor]) -> tuple[RankShards, Part]:
         """Copy tensors of a CPU into a file in memory, which buckets are parts of."""
-        file = next((file for file in self._files if file.version is None), None)
-        if file is None:
-            name = f"stretto-{secrets.token_hex(16)}"
-            file = ShmFile(os.memfd_create(name, os.MFD_CLOEXEC), Path(name))
-            self._files.append(file)
         try:
+            file = next((file for file in self._files if file.version is None), None)
+            if file is None:
+                name = f"stretto-{secrets.token_hex(16)}"
+                file = ShmFile(os.memfd_create(name, os.MFD_CLOEXEC), Path(name))
+                self._files.append(file)
             checksum, entries = file.write(version, tensors)
         except OSError as cause:
             raise EngineError(f"no memory for a copy of version {version}: {cause.strerror}.") from cause

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -59,7 +59,7 @@ BLOCK = 1 << 20  # elements compared at a time, which fit into the cache
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 NO_VERSION = -1  # exchanged by receivers that hold no version
 
-Receive = Callable[[WeightManifest, WeightGroup | None], Any]
+Receive = Callable[[WeightManifest, WeightGroup | None], Receiver]
 """Receives one link's tensors: `receive` of this package."""
 
 
@@ -343,7 +343,7 @@ class DeltaReceiver(Receiver):
         if problem is not None:
             raise problem
 
-    def _apply(self, link: WeightManifest, tensors: Iterable[NamedTensor], writer: CopyWriter) -> None:
+    def _apply(self, link: WeightManifest, tensors: Receiver, writer: CopyWriter) -> None:
         """Apply one link to the copy."""
         base = writer.version
         writer.begin()
@@ -356,6 +356,7 @@ class DeltaReceiver(Receiver):
             for rank in sorted(name.removeprefix("table ") for name in parts if name.startswith("table ")):
                 table = msgspec.msgpack.decode(parts[f"table {rank}"].data, type=ChangeTable)
                 self._apply_changes(link, base, table, parts[f"gaps {rank}"], parts[f"values {rank}"], writer)
+        tensors.check_unchanged()  # other engines of this host load what is committed
         writer.commit(link.version)
 
     def _apply_changes(

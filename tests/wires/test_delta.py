@@ -29,7 +29,7 @@ from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.weights import build_publisher, receive
 from stretto.transports.weights.layout import HEAD_BYTES
 from stretto_broadcast import collective, host_copy
-from stretto_broadcast.delta import Chain, decode_gaps, encode_gaps, find_changes
+from stretto_broadcast.delta import Chain, DeltaReceiver, decode_gaps, encode_gaps, find_changes
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -237,6 +237,27 @@ def test_in_a_broadcast_a_damaged_copy_is_written_again_for_all(tmp_path):
         sent = step(sent, 1)
         manifest = source.publish(1, sent)
         assert_received(manifest, sent, group(manifest, "r1"))
+
+
+def test_a_snapshot_that_is_overwritten_while_it_is_copied_is_no_version_of_the_host(tmp_path, monkeypatch):
+    [cfg] = [cfg for cfg in configs() if cfg.type == "shm"]
+    with publisher(cfg, tmp_path) as source:
+        old, new = ([(name, torch.full((9000,), value)) for name in "ab"] for value in (1.0, 2.0))
+        manifest = source.publish(0, old)
+        words_of, num_copied = DeltaReceiver._words, 0
+
+        def overwrite(receiver, writer, index):
+            nonlocal num_copied
+            num_copied += 1
+            if num_copied == 2:
+                source._inner.release(0)
+                source._inner.publish(1, new)
+            return words_of(receiver, writer, index)
+
+        monkeypatch.setattr(DeltaReceiver, "_words", overwrite)
+        for _ in range(2):
+            with pytest.raises(WireError, match="holds version 1"):
+                receive(manifest)
 
 
 def test_a_damaged_link_is_refused_and_the_next_snapshot_is_good(tmp_path):

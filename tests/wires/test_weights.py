@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -150,9 +154,9 @@ def test_pages_of_the_version_before_are_noticed(cfg: WeightBroadcast, tmp_path:
 def test_a_wrong_manifest_is_refused(cfg: WeightBroadcast, tmp_path: Path) -> None:
     source = publisher(cfg, tmp_path)
     manifest = source.publish(0, weights())
-    first = manifest.tensors[0]
+    first, *others = manifest.tensors
     for change in ({"dtype": "float99"}, {"shape": (99,)}, {"offset": 1 << 40}):
-        lie = msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(first, **change),))
+        lie = msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(first, **change), *others))
         with pytest.raises(WireError, match="fp32"):
             list(receive(lie))
     source.close()
@@ -207,6 +211,39 @@ def test_a_model_that_shrinks_leaves_no_old_bytes(tmp_path: Path) -> None:
     source.close()
 
 
+def test_a_version_after_a_longer_one_takes_its_own_memory_and_a_late_reader_of_that_is_told(tmp_path: Path) -> None:
+    source = publisher(ShmWeights(), tmp_path)
+    manifest = source.publish(0, [("w", torch.ones(8 << 20, dtype=torch.uint8))])
+    path = Path(manifest.location, manifest.shards[0])
+    with pytest.raises(WireError, match="overwritten while they were read"), receive(manifest) as tensors:
+        for version in range(1, 4):
+            source.release(version - 1)
+            sent = [("w", torch.full((version << 18,), version, dtype=torch.uint8))]
+            manifest = source.publish(version, sent)
+            assert path.name == manifest.shards[0] and path.stat().st_blocks * 512 < 1 << 20
+            assert_received(manifest, sent)
+        [(_, tensor)] = tensors
+        assert not tensor[-1]  # to read it ends in no SIGBUS
+    source.close()
+
+
+def test_shared_memory_has_to_have_room_for_the_versions_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, allocate = (3 << 20) + (1 << 16), os.posix_fallocate
+
+    def allocate_within(fd: int, start: int, num_bytes: int) -> None:
+        if start + num_bytes > limit:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(fd, start, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate_within)
+    source = publisher(ShmWeights(), tmp_path)
+    sent = [(f"t{i}", torch.full((1 << 20,), i, dtype=torch.uint8)) for i in range(4)]
+    with pytest.raises(EngineError, match=r"No space left.*--shm-size"):
+        source.publish(0, sent)
+    assert_received(source.publish(0, sent[1:]), sent[1:])
+    source.close()
+
+
 def test_a_version_that_was_not_finished_is_refused(tmp_path: Path) -> None:
     def fails():
         yield weights()[0]
@@ -242,6 +279,16 @@ def test_a_full_shared_memory_is_an_error_that_says_so(tmp_path: Path) -> None:
     source.release(0)
     with pytest.raises(EngineError, match=r"No space left.*--shm-size"):
         source.publish(1, weights())
+    source.close()
+
+
+def test_a_directory_of_shared_memory_that_takes_no_more_files_is_an_error_that_says_so(tmp_path: Path) -> None:
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    source = ShmPublisher("run", directory)
+    directory.rmdir()
+    with pytest.raises(EngineError, match=f"cannot write version 0 to shared memory in {directory}: No such file"):
+        source.publish(0, weights())
     source.close()
 
 
@@ -395,5 +442,25 @@ def test_where_a_file_cannot_be_written_past_the_page_cache_it_is_written_throug
     content = memoryview(os.urandom(2 * 4096 + 1))[1:]  # begins at no page
     fd = filesystem._open_direct(tmp_path / "file")
     filesystem._write_at(fd, content, 0)
+    os.close(fd)
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_where_writes_past_the_page_cache_are_refused_two_threads_find_out_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, both = os.pwrite, threading.Barrier(2)
+
+    def write_buffered(fd: int, view: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            both.wait(10)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return write(fd, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", write_buffered)
+    fd, content = filesystem._open_direct(tmp_path / "file"), os.urandom(1 << 13)
+    with ThreadPoolExecutor(2) as writers:
+        parts = [memoryview(content)[start : start + 4096] for start in (0, 4096)]
+        list(writers.map(filesystem._write_at, (fd, fd), parts, (0, 4096)))
     os.close(fd)
     assert (tmp_path / "file").read_bytes() == content

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engine_runs import VOCAB, ask, audit, bits, build_core, build_model, prompt, run
 
-from stretto.base.errors import EngineError
+from stretto.base.errors import EngineError, WireError
 from stretto.base.paths import RunDir
 from stretto.inference.embedded.engine import Engine, EngineState, running
 from stretto.inference.text import Detokenizer, StopSearch, cut_at_stop
@@ -16,6 +16,7 @@ from stretto.records.generate import VersionSpan
 from stretto.transports.engine.api import Refusal
 from stretto.transports.weights import receive
 from stretto.transports.weights.filesystem import FilesystemPublisher
+from stretto.transports.weights.shm import ShmPublisher
 
 MODEL = build_model()
 LONG = dict(max_tokens=150)
@@ -188,6 +189,57 @@ async def test_what_is_received_for_a_caller_that_left_is_loaded_and_closed(tmp_
             await task
         may_go_on.set()
         await until(lambda: engine.core.version == 1 and closed)
+
+
+async def test_weights_that_are_overwritten_while_they_wait_for_a_step_change_nothing(tmp_path, monkeypatch):
+    publisher, is_read, may_go_on = ShmPublisher("engine of tests"), threading.Event(), threading.Event()
+    other = list(export_tensors(build_model(seed=1)))
+
+    def slow_receive(*args, **kwargs):
+        tensors = receive(*args, **kwargs)
+        is_read.set()
+        assert may_go_on.wait(20)
+        return tensors
+
+    monkeypatch.setattr("stretto.inference.embedded.engine.receive", slow_receive)
+    async with running(build_engine(build_model())) as engine:
+        update = asyncio.create_task(engine.update(publisher.publish(1, other)))
+        await until(is_read.is_set)
+        publisher.release(1)
+        manifest = publisher.publish(2, other)
+        may_go_on.set()
+        with pytest.raises(WireError, match="overwritten"):
+            await update
+        same = await engine.generate(ask("same", [2, 3]))
+        assert bits(same.completions[0]) == bits(run(build_core(MODEL), ask("same", [2, 3]))[0][0])
+        await engine.update(manifest)
+        assert engine.core.version == 2
+    publisher.close()
+
+
+async def test_an_engine_that_falls_asleep_meanwhile_refuses_what_it_received(tmp_path, monkeypatch):
+    manifest = FilesystemPublisher(tmp_path, keep_versions=2).publish(1, export_tensors(build_model(seed=1)))
+    is_asked, may_go_on = threading.Event(), threading.Event()
+
+    def slow_receive(*args, **kwargs):
+        is_asked.set()
+        assert may_go_on.wait(20)
+        return receive(*args, **kwargs)
+
+    monkeypatch.setattr("stretto.inference.embedded.engine.receive", slow_receive)
+    async with running(build_engine(build_model())) as engine:
+        update = asyncio.create_task(engine.update(manifest))
+        await until(is_asked.is_set)
+        await engine.sleep(2)
+        may_go_on.set()
+        with pytest.raises(Refusal, match="put to sleep while the weights were on their way"):
+            await update
+        await engine.wake_up(["weights"])
+        await engine.update(manifest)
+        await engine.wake_up(["kv_cache"])
+        assert engine.core.version == 1
+        fresh = await engine.generate(ask("new", [2, 3]))
+    assert bits(fresh.completions[0]) == bits(run(build_core(build_model(seed=1)), ask("new", [2, 3]))[0][0])
 
 
 async def test_weights_of_another_model_are_refused_and_nothing_changes(tmp_path):

@@ -218,6 +218,7 @@ class Engine:
                     num_loaded += 1
                     yield pair
 
+            tensors.check_unchanged()  # they may have waited for the end of a step
             try:
                 self.core.load_weights(manifest.version, counted())
                 tensors.check_unchanged()

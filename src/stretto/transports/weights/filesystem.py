@@ -273,10 +273,11 @@ def _open_direct(path: Path) -> int:
 def _write_at(fd: int, view: memoryview, offset: int) -> None:
     """Write whole blocks; through the page cache where the file system refuses to write past it."""
     while len(view):
+        # Read before the write: another thread may be refused at the same time, and clear it meanwhile.
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         try:
             written = os.pwrite(fd, view, offset)
         except OSError as error:
-            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
@@ -304,10 +305,10 @@ class MappedReceiver(Receiver):
     def __init__(self, manifest: WeightManifest) -> None:
         self.manifest = manifest
         self._paths = [Path(manifest.location, shard) for shard in manifest.shards]
-        self._maps: list[mmap.mmap] = []
+        self._maps: list[mmap.mmap | memoryview] = []
         try:
-            for path in self._paths:
-                self._maps.append(self._map(path))
+            for shard in range(len(self._paths)):
+                self._maps.append(self._map(shard))
             crc = combine_checksums(map(self._checksum, self._maps))
             if crc != manifest.checksum:
                 raise WireError(
@@ -318,7 +319,7 @@ class MappedReceiver(Receiver):
             self.close()
             raise
 
-    def _checksum(self, mapped: mmap.mmap) -> int:
+    def _checksum(self, mapped: mmap.mmap | memoryview) -> int:
         checksum, view = new_checksum(self.manifest), memoryview(mapped)
         for part in self._read([view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES)]):
             checksum.add(part)
@@ -342,7 +343,10 @@ class MappedReceiver(Receiver):
         """
         self._maps = []
 
-    def _map(self, path: Path) -> mmap.mmap:
+    def _map(self, shard: int) -> mmap.mmap | memoryview:
+        return self._open(self._paths[shard])
+
+    def _open(self, path: Path) -> mmap.mmap:
         what = f"weights of version {self.manifest.version}: {path}"
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -72,9 +72,10 @@ class ShmFile:
     def __init__(self, fd: int, path: Path) -> None:
         self.fd, self.path = fd, path
         self.version: int | None = None
-        self._size = 0  # allocated
-        self._bytes = torch.empty(0, dtype=torch.uint8)  # the file, mapped
-        self._num_mapped = 0
+        self._size = 0  # allocated, from the beginning
+        self._is_new = True  # it has held no version
+        self._map: mmap.mmap | None = None  # the whole file
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # of the mapping
 
     def write(self, version: int, tensors: Iterable[NamedTensor]) -> tuple[int, list[TensorEntry]]:
         """Write a version; returns its checksum and the tensors, which begin after the head.
@@ -100,8 +101,7 @@ class ShmFile:
             if at < end:
                 self._bytes[at:end] = 0
         self._sum(checksum, summed, end)
-        os.ftruncate(self.fd, end)
-        self._size = end
+        self._free(end)
         os.pwrite(self.fd, head, 0)
         self.version = version
         return checksum.value, entries
@@ -115,16 +115,42 @@ class ShmFile:
         return end
 
     def _grow(self, num_bytes: int) -> None:
-        """Allocate at least num_bytes: in a full tmpfs writing to a page without memory would end in a SIGBUS."""
+        """Allocate at least num_bytes: in a full tmpfs writing to a page without memory would end in a SIGBUS.
+
+        Raises: OSError if there is no memory for them.
+        """
         if num_bytes <= self._size:
             return
-        if num_bytes > (size := self._num_mapped):
-            size = max(num_bytes, size + min(size, STEP_BYTES))
-        os.posix_fallocate(self.fd, 0, size)
+        extra = min(self._size, STEP_BYTES)
+        while True:
+            try:
+                os.posix_fallocate(self.fd, self._size, num_bytes + extra - self._size)
+                break
+            except OSError:
+                if not extra:
+                    raise
+                extra = extra // 2 if extra > mmap.PAGESIZE else 0  # what is needed may have room without it
+        size = num_bytes + extra
+        if size > self._bytes.numel():
+            self._map = mmap.mmap(self.fd, size)
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._size = size
-        if size > self._num_mapped:
-            self._bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
-            self._num_mapped = size
+
+    def _free(self, end: int) -> None:
+        """Give back the memory behind a version.
+
+        A file that engines have mapped keeps its length: whoever still reads an older version would die of a SIGBUS.
+        """
+        start = end + -end % mmap.PAGESIZE
+        if self._is_new:
+            os.ftruncate(self.fd, end)
+            self._size, self._is_new = end, False
+        elif self._map is not None and start < self._size:
+            try:
+                self._map.madvise(mmap.MADV_REMOVE, start, self._size - start)
+            except OSError:  # the kernel, or what is in its place, cannot do that
+                os.ftruncate(self.fd, start)
+            self._size = start
 
 
 class ShmPublisher:
@@ -149,8 +175,8 @@ class ShmPublisher:
 
     def _write(self, version: int, tensors: Iterable[NamedTensor]) -> RankShards:
         started = time.perf_counter()
-        file = self._free_file()
         try:
+            file = self._free_file()
             checksum, entries = file.write(version, tensors)
         except OSError as cause:
             raise EngineError(
@@ -189,6 +215,9 @@ class ShmReceiver(MappedReceiver):
     """Maps the files of a version, and sees from their heads whether the publisher has reused them."""
 
     def __init__(self, manifest: WeightManifest) -> None:
+        self._ends = [HEAD_BYTES] * len(manifest.shards)  # of the version in its files, which may be longer
+        for entry in manifest.tensors:
+            self._ends[entry.shard] = max(self._ends[entry.shard], entry.offset + padded(entry.num_bytes))
         try:
             super().__init__(manifest)
         except WireError:
@@ -197,24 +226,25 @@ class ShmReceiver(MappedReceiver):
                 raise
             super().__init__(manifest)
 
-    def _map(self, path: Path) -> mmap.mmap:
-        mapped = _kept.find(path)
+    def _map(self, shard: int) -> memoryview:
+        path, end = self._paths[shard], self._ends[shard]
+        mapped = _kept.find(path, end)
         if mapped is None:
-            mapped = super()._map(path)
-            read_pages(mapped)
+            mapped = self._open(path)
+            read_pages(memoryview(mapped)[:end])
             _kept.keep(path, mapped)
         held = version_of(mapped[:HEAD_USED])
         if held != self.manifest.version:
             what = "an incomplete version" if held is None else f"version {held}"
             raise WireError(f"weights of version {self.manifest.version}: {path} holds {what}.")
-        return mapped
+        return memoryview(mapped)[:end]
 
     def _read(self, parts: list[memoryview]) -> Iterator[memoryview]:
-        yield from parts  # a kept mapping has all of its pages
+        yield from parts  # a kept mapping has its pages
 
     def check_unchanged(self) -> None:
         for path, mapped in zip(self._paths, self._maps):
-            if version_of(mapped[:HEAD_USED]) != self.manifest.version:
+            if version_of(bytes(mapped[:HEAD_USED])) != self.manifest.version:
                 raise WireError(
                     f"weights of version {self.manifest.version} in {path} were overwritten while they were "
                     "read; the publisher released them too early."
@@ -232,11 +262,12 @@ class KeptMaps:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def find(self, path: Path) -> mmap.mmap | None:
-        """The mapping of this file; None if there is none."""
+    def find(self, path: Path, num_bytes: int) -> mmap.mmap | None:
+        """The mapping of this file's first num_bytes, at least; None if there is none."""
         with self._lock:
             identity, mapped = self._maps.get(path, ((), None))
-        return mapped if identity == _identity(path) else None
+        is_it = mapped is not None and len(mapped) >= num_bytes and identity == _identity(path)
+        return mapped if is_it else None
 
     def keep(self, path: Path, mapped: mmap.mmap) -> None:
         with self._lock:
