@@ -125,6 +125,7 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
 
     def finish_weight_update(self) -> None:
         if policy.manager is not None:
+            policy.forget_loaded()
             return
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

@@ -5,8 +5,8 @@ model runners, and their graphs, count it like an adapter that a request names. 
 base model, as with other weight updates.
 
 A worker stores the adapter of an update in a temporary directory, which vLLM loads as it loads named adapters. After an
-update vLLM forgets all loaded adapters, and has those of running requests again before its next step. Before the
-first update the policy's adapter is zero, and requests get the base model.
+update vLLM forgets the policy's adapter alone, and has the new one before its next step. Before the first update it is
+zero, and requests get the base model.
 """
 
 from __future__ import annotations
@@ -71,6 +71,10 @@ class PolicyAdapter:
             ) from error
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
+
+    def forget_loaded(self) -> None:
+        """Have vLLM load the adapter of the last update before its next step, instead of the one that it has."""
+        self.manager.remove_adapter(POLICY_ID)
 
     def take(self) -> Any:
         """The adapter as the update has loaded it, once: vLLM changes it when it is used."""
