@@ -66,8 +66,9 @@ class PolicyAdapter:
             if not isinstance(error, ValueError):
                 raise
             raise DataError(
-                f"[inference.lora] compute_policy: vLLM cannot compute the run's adapter: {error}; change "
-                "[inference.lora], or remove compute_policy to merge the adapter"
+                f"vLLM cannot compute the run's adapter: {error}; start this engine with the rank and target_modules of "
+                "the run's [model.lora] (--policy-lora.rank, ...), or with inference.lora.compute_policy = false, "
+                "which merges the adapter"
             ) from error
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
