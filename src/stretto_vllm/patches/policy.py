@@ -66,8 +66,8 @@ class PolicyAdapter:
             if not isinstance(error, ValueError):
                 raise
             raise DataError(
-                f"vLLM cannot compute the run's adapter: {error}; start this engine with the rank and target_modules of "
-                "the run's [model.lora] (--policy-lora.rank, ...), or with inference.lora.compute_policy = false, "
+                f"vLLM cannot compute the run's adapter: {error}; start this engine with the rank and target_modules "
+                "of the run's [model.lora] (--policy-lora.rank, ...), or with inference.lora.compute_policy = false, "
                 "which merges the adapter"
             ) from error
         if before is not None:
