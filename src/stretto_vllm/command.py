@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.check.vllm_adapters import DRAFTS, num_experts
+from stretto.check.vllm_adapters import DRAFTS, missing_room, num_experts
 from stretto.check.vllm_models import CPU_BLOCK_SIZE, ServedModel
 from stretto.config.flags.table import option_of
 from stretto.config.flags.vllm import VLLM
@@ -146,6 +146,8 @@ def _adapter_options(section: InferenceSection, *, is_cpu: bool) -> dict[str, ob
             "inference.lora.target_modules: the output head, lm_head, cannot have an adapter: with one, vLLM fails "
             "when log-probabilities of prompts are requested; remove it"
         )
+    if (fault := missing_room(section)) is not None:
+        raise ConfigError(f"inference.lora: vLLM cannot serve adapters so: {fault}")
     num_slots = lora.max_loras + 1
     return {
         "enable_lora": True,

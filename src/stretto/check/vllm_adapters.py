@@ -68,20 +68,26 @@ def _tokens_of_options(extra: Mapping[str, Any]) -> int:
     return number if isinstance(number, int) else 0
 
 
+def missing_room(section: InferenceSection) -> str | None:
+    """What a batch lacks for drafts in an engine with adapters; None if nothing."""
+    length = drafted_tokens(section) + 1
+    tokens = section.max_num_seqs * length
+    if length == 1 or section.max_num_batched_tokens >= tokens:
+        return None
+    return (
+        f"with adapters and drafts it needs inference.max_num_batched_tokens = {tokens} or more (max_num_seqs = "
+        f"{section.max_num_seqs} x {length} tokens); raise it, or lower max_num_seqs or num_speculative_tokens"
+    )
+
+
 def faults(section: InferenceSection, lora: LoRASection, model: ModelFile, *, is_cpu: bool) -> Iterator[str]:
     """Why vLLM cannot compute this adapter beside its weights; sentences that say the way out."""
     if lora.rank > MAX_LORA_RANK:
         yield f"its kernels have ranks up to {MAX_LORA_RANK}, and model.lora.rank = {lora.rank}; lower it"
     if latent := [name for name in lora.target_modules if name in LATENT_LAYERS]:
         yield f"it multiplies {', '.join(latent)} with other layers; leave them out of model.lora.target_modules"
-    drafted = drafted_tokens(section)
-    tokens = section.max_num_seqs * (drafted + 1)
-    if drafted and section.max_num_batched_tokens < tokens:
-        yield (
-            f"with adapters and drafts it needs inference.max_num_batched_tokens = {tokens} or more "
-            f"(max_num_seqs = {section.max_num_seqs} x {drafted + 1} tokens); raise it, or lower max_num_seqs or "
-            "num_speculative_tokens"
-        )
+    if (fault := missing_room(section)) is not None:
+        yield fault
     if "experts" not in lora.target_modules or not num_experts(model.found):
         return
     if is_cpu:

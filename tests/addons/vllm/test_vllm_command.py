@@ -336,6 +336,7 @@ def test_the_runs_own_adapter_has_a_slot_of_its_own(model):
     [
         ({"lora": {"target_modules": ["q_proj", "experts"]}}, True, "no adapters of experts"),
         ({"lora": {"target_modules": ["lm_head"]}}, False, "output head"),
+        ({"lora": {}, "speculation": {}}, False, "max_num_batched_tokens = 25600 or more"),
         ({"vllm_extra": {"enable_lora": True}}, False, "the section is inference.lora"),
         ({"vllm_extra": {"max_loras": 4}}, False, "inference.lora.max_loras"),
     ],
