@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.check.vllm_adapters import DRAFTS, num_experts
+from stretto.check.vllm_adapters import DRAFTS, missing_room, num_experts
 from stretto.check.vllm_models import CPU_BLOCK_SIZE, ServedModel
 from stretto.config.flags.table import option_of
 from stretto.config.flags.vllm import VLLM
@@ -146,11 +146,13 @@ def _adapter_options(section: InferenceSection, *, is_cpu: bool) -> dict[str, ob
             "inference.lora.target_modules: the output head, lm_head, cannot have an adapter: with one, vLLM fails "
             "when log-probabilities of prompts are requested; remove it"
         )
+    if (fault := missing_room(section)) is not None:
+        raise ConfigError(f"inference.lora: vLLM cannot serve adapters so: {fault}")
     num_slots = lora.max_loras + 1
     return {
         "enable_lora": True,
         "max_loras": num_slots,
-        "max_cpu_loras": num_slots,
+        "max_cpu_loras": num_slots + lora.max_loras,  # also unloaded ones whose requests are running
         "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= lora.max_lora_rank),
         "lora_target_modules": list(lora.target_modules),
         # Adapters of experts are stacked in PEFT's files, and some families have a layer for one tensor per expert.
@@ -241,8 +243,9 @@ def _patches(section: InferenceSection, *, is_cpu: bool) -> Iterator[str]:
         yield "adapters.disable_expert_adapters"
     if section.lora is not None:
         yield "adapters.refuse_layers_without_adapters"
-    if section.lora is not None and section.lora.compute_policy is True:
-        yield COMPUTES_POLICY
+        yield "adapters.keep_adapters_in_updates"
+        yield "adapters.schedule_as_many_as_loaded"
+        yield COMPUTES_POLICY if section.lora.compute_policy is True else "adapters.keep_last_slot_empty"
     if section.enable_return_sampling_mask:
         yield "supports.return_supports_on_cpus" if is_cpu else "supports.return_supports_on_gpus"
     drafts = {"speculative_config", "spec_method", "spec_model"}

@@ -96,8 +96,9 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
         """
         if info is None or info.name is not None:
             raise ConfigError(
-                "[inference.lora] compute_policy: a weight update of this engine is the adapter of the run's policy; "
-                "set [model.lora] in the run, or remove compute_policy"
+                "this engine computes the adapter of a run's policy beside its weights, and this weight update is no "
+                "such adapter; set [model.lora] in the run, or start the engine without --policy-lora and without "
+                "inference.lora.compute_policy = true"
             )
         policy.store(tensors, info.rank, info.scaling, Path(self.model_config.model))
 
@@ -125,6 +126,7 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
 
     def finish_weight_update(self) -> None:
         if policy.manager is not None:
+            policy.forget_loaded()
             return
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 from unittest.mock import ANY
 
 import aiohttp
@@ -186,6 +187,39 @@ async def test_an_unloaded_adapter_is_unknown_and_frees_its_place(served):
     assert status == 404
 
 
+async def check_places(served: Served, base) -> None:
+    """Adapters are unloaded, and others loaded, while their requests are running; `base` serves those without one."""
+    for round_ in range(2):
+        for name in ("one", "two"):
+            assert (await served.load(f"{name}{round_}", adapted(round_), path=f"{name}{round_}"))[0] == 200
+        running = asyncio.create_task(served.check(f"one{round_}", adapted(round_), n=4, tokens=400))
+        await asyncio.sleep(0.3)
+        assert (await served.unload(f"one{round_}"))[0] == 200
+        shutil.rmtree(served.directory / f"one{round_}")
+        assert (await served.load(f"new{round_}", adapted(9)))[0] == 200
+        others = ((f"new{round_}", adapted(9)), (f"two{round_}", adapted(round_)), (None, base))
+        await asyncio.gather(*(served.check(*other, tokens=50) for other in others))
+        await running
+        await asyncio.gather(*(served.check(*other) for other in others))
+        for name in ("new", "two"):
+            assert (await served.unload(f"{name}{round_}"))[0] == 200
+
+
+async def test_an_unloaded_adapter_ends_its_requests_and_its_place_is_free(served):
+    await check_places(served, scratch(0))
+
+
+async def test_a_loaded_adapter_needs_its_files_no_more(served, tmp_path):
+    """Nor does an update bring back what was there before a replacement."""
+    for seed in (1, 2):
+        assert (await served.load("one", adapted(seed), path=f"{seed}", load_inplace=True))[0] == 200
+    shutil.rmtree(served.directory / "2")
+    await served.check("one", adapted(2))
+    publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
+    await served.client.update_weights(publisher.publish(1, export_tensors(scratch(0))))
+    await asyncio.gather(served.check("one", adapted(2)), served.check(None, scratch(0)))
+
+
 async def test_what_is_no_adapter_of_this_model_is_refused_with_the_reason(served):
     base = (await served.models())[0]["id"]
     cases = [
@@ -298,3 +332,25 @@ async def test_vllm_computes_the_policys_adapter_beside_its_weights(tmp_path):
                 with pytest.raises(EngineError, match="compute_policy"):
                     await client.update_weights(manifest)
             publisher.close()
+
+
+@needs_vllm
+@pytest.mark.slow
+async def test_named_adapters_beside_the_policys_keep_their_places_and_contents(tmp_path):
+    flags = (*FLAGS, "--policy-lora.rank", "8", "--policy-lora.alpha", "16")
+    with serve("vllm", save(scratch(0), tmp_path / "model"), tmp_path / "log", *flags) as (url, _):
+        async with aiohttp.ClientSession() as http, EngineClient([url], timeout_s=120) as client:
+            await client.wait_ready(240)
+            served = Served(url, tmp_path, http, client)
+            await check_places(served, scratch(0))
+            assert (await served.load("one", adapted(1), path="gone"))[0] == 200
+            shutil.rmtree(tmp_path / "gone")
+            publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
+            for version in (1, 2):
+                running = asyncio.create_task(served.check("one", adapted(1), tokens=200))
+                policy = adapted(10 + version)
+                manifest = publisher.publish(version, Adapter.of(policy).tensors())
+                await client.update_weights(msgspec.structs.replace(manifest, adapter=AdapterInfo(LORA.rank, 2.0)))
+                salt = f"{version}"
+                await asyncio.gather(running, served.check("one", adapted(1)), served.check(None, policy, salt=salt))
+            await served.unload("one")

@@ -6,6 +6,7 @@ do and no test here has tried is a doubt, and only `inference.lora.compute_polic
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ LAYERS_OF_SOME = ("fc1_latent_proj", "fc2_latent_proj")
 """Default targets of an adapter that only some mixtures of experts have."""
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """Keys of config.json that hold the number of experts."""
+WITHOUT_ADAPTERS = ("embed_tokens", "lm_head")
+"""Layers that never have an adapter, so a run ignores their names in target_modules."""
 DRAFTS = {"ngram": 4, "eagle": 3, "eagle3": 3}
 """Tokens of a draft where [inference.speculation] does not say; vLLM has no default for these methods."""
 SUFFIX_DRAFT = 24
@@ -42,14 +45,39 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def drafted_tokens(section: InferenceSection) -> int:
-    """Tokens of a draft, at most; 0 without [inference.speculation]."""
+    """Tokens of a draft, at most; 0 without [inference.speculation] and vLLM's own options for it."""
     drafts = section.speculation
     if drafts is None:
-        return 0
+        return _tokens_of_options({name.replace("-", "_"): value for name, value in section.vllm_extra.items()})
     default = DRAFTS.get(drafts.method, 1)
     if drafts.method == "suffix":
         default = drafts.suffix_decoding_max_tree_depth or SUFFIX_DRAFT
     return drafts.num_speculative_tokens or default
+
+
+def _tokens_of_options(extra: Mapping[str, Any]) -> int:
+    """Tokens of a draft by these options of vLLM; 0 where they do not say, or say it wrongly, as vLLM reports."""
+    config = extra.get("speculative_config") or {}
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except ValueError:
+            return 0
+    number = config.get("num_speculative_tokens") if isinstance(config, dict) else None
+    number = extra.get("spec_tokens", number)
+    return number if isinstance(number, int) else 0
+
+
+def missing_room(section: InferenceSection) -> str | None:
+    """What a batch lacks for drafts in an engine with adapters; None if nothing."""
+    length = drafted_tokens(section) + 1
+    tokens = section.max_num_seqs * length
+    if length == 1 or section.max_num_batched_tokens >= tokens:
+        return None
+    return (
+        f"with adapters and drafts it needs inference.max_num_batched_tokens = {tokens} or more (max_num_seqs = "
+        f"{section.max_num_seqs} x {length} tokens); raise it, or lower max_num_seqs or num_speculative_tokens"
+    )
 
 
 def faults(section: InferenceSection, lora: LoRASection, model: ModelFile, *, is_cpu: bool) -> Iterator[str]:
@@ -58,13 +86,8 @@ def faults(section: InferenceSection, lora: LoRASection, model: ModelFile, *, is
         yield f"its kernels have ranks up to {MAX_LORA_RANK}, and model.lora.rank = {lora.rank}; lower it"
     if latent := [name for name in lora.target_modules if name in LATENT_LAYERS]:
         yield f"it multiplies {', '.join(latent)} with other layers; leave them out of model.lora.target_modules"
-    tokens = section.max_num_seqs * (drafted_tokens(section) + 1)
-    if section.speculation is not None and section.max_num_batched_tokens < tokens:
-        yield (
-            f"with adapters and drafts it needs inference.max_num_batched_tokens = {tokens} or more "
-            f"(max_num_seqs = {section.max_num_seqs} x {drafted_tokens(section) + 1} tokens); raise it, or lower "
-            "max_num_seqs or speculation.num_speculative_tokens"
-        )
+    if (fault := missing_room(section)) is not None:
+        yield fault
     if "experts" not in lora.target_modules or not num_experts(model.found):
         return
     if is_cpu:
@@ -85,7 +108,8 @@ def doubts(section: InferenceSection, lora: LoRASection, model: ModelFile) -> It
     """What nobody has tried, so that it is not done without being asked for."""
     if not traits_of(model.family).vllm.adapts:
         yield f"its kernels were not tried with {model.family or 'a model without model_type'}"
-    known = {*SERVED_LORA_TARGETS, "experts", *(() if model.found.get("moe_latent_size") else LAYERS_OF_SOME)}
+    latent = () if model.found.get("moe_latent_size") else LAYERS_OF_SOME
+    known = {*SERVED_LORA_TARGETS, "experts", *WITHOUT_ADAPTERS, *latent}
     if others := [name for name in lora.target_modules if name not in known]:
         yield f"its kernels were not tried with adapters of {', '.join(others)}"
     if num_experts(model.found) and "experts" in lora.target_modules:
@@ -160,8 +184,10 @@ def with_policy_adapter(cfg: InferenceConfig, directory: Path, *, is_cpu: bool) 
     if (reason := why_merged(cfg, lora, model, is_cpu=is_cpu)) is not None:
         served = None if given is None or not given.max_loras else given.model_copy(update={"compute_policy": False})
         return cfg.model_copy(update={"lora": served}), reason
-    given = given or ServedAdaptersSection(max_loras=0, target_modules=lora.target_modules)
-    targets = dict.fromkeys((*given.target_modules, *lora.target_modules))
+    own = () if given is None else given.target_modules
+    trained = (name for name in lora.target_modules if name not in WITHOUT_ADAPTERS)
+    targets = dict.fromkeys((*own, *trained))
+    given = given or ServedAdaptersSection(max_loras=0)
     if not num_experts(model.found):
         targets.pop("experts", None)
     update = {

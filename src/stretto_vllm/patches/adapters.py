@@ -1,8 +1,11 @@
-"""LoRA adapters in vLLM: workarounds for four bugs of 0.32, and checks of adapters before they are loaded.
+"""LoRA adapters in vLLM: workarounds for bugs of 0.32, and checks of adapters before they are loaded.
 
 * If adapters fill all slots, vLLM computes requests for the base model in the same batch with the adapter of the last
   slot. So command.py gives vLLM one slot more than adapters may be loaded, and `enforce_limits` limits their number,
-  which vLLM's own routes do not.
+  which vLLM's own routes do not. Running requests of unloaded adapters need slots too: `schedule_as_many_as_loaded`
+  limits the adapters of a batch, and `keep_last_slot_empty` those in slots.
+* vLLM reads an adapter from its files again if it has forgotten it, as after each weight update, and ends if they are
+  gone. `keep_adapters_in_updates` has it forget none then, and `enforce_limits` none that has running requests.
 * If the output head may have an adapter, log-probabilities of a prompt in a batch with several adapters end the
   engine. So command.py lists the layers that may have an adapter, without the head.
 * On a CPU, a mixture of experts in an engine with adapters fails at its first request. If no adapter has weights for
@@ -13,6 +16,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +37,45 @@ def disable_expert_adapters() -> None:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
     run_after(FusedMoEConfig, "__post_init__", lambda config: setattr(config, "is_lora_enabled", False))
+
+
+def keep_adapters_in_updates() -> None:
+    """Keep loaded adapters during weight updates, which change none; called in every vLLM process."""
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    LoRAModelRunnerMixin.reset_lora_state = lambda self: None  # what else it resets are adapters of the output head
+
+
+def schedule_as_many_as_loaded() -> None:
+    """Let adapters with names in a batch be one less than slots; called in every vLLM process.
+
+    Requests for further ones wait: adapters may be unloaded, and others loaded, while their requests are running.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def limit(scheduler: Any) -> None:
+        scheduler.lora_config = copy.copy(scheduler.lora_config)
+        scheduler.lora_config.max_loras -= 1
+
+    run_after(Scheduler, "__init__", limit)
+
+
+def keep_last_slot_empty() -> None:
+    """Let no adapter take the last slot, with which vLLM computes the base model; called in every vLLM process."""
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+    add = LRUCacheWorkerLoRAManager.add_adapter
+
+    @functools.wraps(add)
+    def added(self: Any, request: Any) -> Any:
+        manager = self._adapter_manager
+        active = manager._active_adapters
+        is_warm_up = self._cached_dummy_lora is not False  # its adapters are zero, and fill all slots
+        if not is_warm_up and request.lora_int_id not in active and len(active) >= manager.lora_slots - 1:
+            active.remove_oldest()
+        return add(self, request)
+
+    LRUCacheWorkerLoRAManager.add_adapter = added
 
 
 @dataclass(frozen=True)
@@ -114,6 +157,7 @@ def enforce_limits(limits: AdapterLimits) -> None:
     """Make vLLM's routes check adapters before they load them; called once, in the HTTP process."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
+    unloaded_ids: set[int] = set()  # of adapters that have running requests
     check = OpenAIServingModels._check_load_lora_adapter_request
     load, unload = OpenAIServingModels.load_lora_adapter, OpenAIServingModels.unload_lora_adapter
 
@@ -132,23 +176,36 @@ def enforce_limits(limits: AdapterLimits) -> None:
     async def loaded(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Also reset the prefix cache after a replacement: vLLM identifies an adapter's blocks by name and path."""
         before = self.lora_requests.get(request.lora_name)
+        await _remove_unused(self.engine_client, unloaded_ids)
         answer = await load(self, request, *args, **kwargs)
+        if isinstance(answer, str):
+            self.lora_requests[request.lora_name].load_inplace = False  # else each step reads the files again
         if before is not None and isinstance(answer, str):
             await self.engine_client.reset_prefix_cache()
         return answer
 
     @functools.wraps(unload)
     async def unloaded(self: Any, request: Any) -> Any:
-        """Also free the adapter's slot: vLLM's route only removes the name."""
+        """Also free the adapter's slot, once it has no running requests: vLLM's route only removes the name."""
         adapter = self.lora_requests.get(request.lora_name)
         answer = await unload(self, request)
         if adapter is not None and isinstance(answer, str):
-            await self.engine_client.remove_lora(adapter.lora_int_id)
+            unloaded_ids.add(adapter.lora_int_id)
+            await _remove_unused(self.engine_client, unloaded_ids)
         return answer
 
     OpenAIServingModels._check_load_lora_adapter_request = checked
     OpenAIServingModels.load_lora_adapter = loaded
     OpenAIServingModels.unload_lora_adapter = unloaded
+
+
+async def _remove_unused(client: Any, unloaded_ids: set[int]) -> None:
+    """Free what unloaded adapters without running requests take."""
+    states = client.output_processor.request_states.values()
+    used = {state.lora_request.lora_int_id for state in states if state.lora_request is not None}
+    for number in unloaded_ids - used:
+        unloaded_ids.discard(number)
+        await client.remove_lora(number)
 
 
 def _bad_request(message: str) -> Any:

@@ -5,8 +5,8 @@ model runners, and their graphs, count it like an adapter that a request names. 
 base model, as with other weight updates.
 
 A worker stores the adapter of an update in a temporary directory, which vLLM loads as it loads named adapters. After an
-update vLLM forgets all loaded adapters, and has those of running requests again before its next step. Before the
-first update the policy's adapter is zero, and requests get the base model.
+update vLLM forgets the policy's adapter alone, and has the new one before its next step. Before the first update it is
+zero, and requests get the base model.
 """
 
 from __future__ import annotations
@@ -66,11 +66,16 @@ class PolicyAdapter:
             if not isinstance(error, ValueError):
                 raise
             raise DataError(
-                f"[inference.lora] compute_policy: vLLM cannot compute the run's adapter: {error}; change "
-                "[inference.lora], or remove compute_policy to merge the adapter"
+                f"vLLM cannot compute the run's adapter: {error}; start this engine with the rank and target_modules "
+                "of the run's [model.lora] (--policy-lora.rank, ...), or with inference.lora.compute_policy = false, "
+                "which merges the adapter"
             ) from error
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
+
+    def forget_loaded(self) -> None:
+        """Have vLLM load the adapter of the last update before its next step, instead of the one that it has."""
+        self.manager.remove_adapter(POLICY_ID)
 
     def take(self) -> Any:
         """The adapter as the update has loaded it, once: vLLM changes it when it is used."""

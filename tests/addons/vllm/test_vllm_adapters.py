@@ -73,6 +73,11 @@ MERGED = {
     "not tried with adapters of in_proj_qkv": ({"target_modules": ["in_proj_qkv"]}, None, {}),
     "not tried with deepseek_v3": ({"target_modules": ["o_proj"]}, LATENT, {}),
     "max_num_batched_tokens = 25600": ({}, None, {"speculation": {}}),
+    "max_num_batched_tokens = 10240": (
+        {},
+        None,
+        {"vllm_extra": {"speculative-config": {"method": "ngram", "num_speculative_tokens": 9}}},
+    ),
     "compute_policy = false": ({}, None, {"lora": {"compute_policy": False}}),
 }
 
@@ -114,6 +119,13 @@ def test_what_was_not_tried_is_done_if_it_is_asked_for(tmp_path, lora, config, i
     assert ("--enable-mixed-moe-lora-format" in words) == ("experts" in cfg.lora.target_modules) == has_experts
 
 
+def test_names_of_layers_that_never_have_an_adapter_change_nothing(tmp_path):
+    """A run ignores them, and vLLM's output head must not have an adapter."""
+    cfg, reason = decided(tmp_path, {"target_modules": ["q_proj", "lm_head", "embed_tokens"]})
+    assert reason is None and cfg.lora.target_modules == ("q_proj",)
+    build_command(cfg, tmp_path, is_cpu=True)
+
+
 def test_attention_of_a_mixture_is_computed_on_a_cpu_too(tmp_path):
     cfg, reason = decided(tmp_path, {"target_modules": ATTENTION}, MIXTURE)
     assert reason is None and cfg.lora.target_modules == tuple(ATTENTION)
@@ -139,6 +151,19 @@ def test_drafts_of_some_length_need_room_in_a_batch_with_adapters(tmp_path, spec
     for room, is_merged in (((number + 1) * 1024, False), ((number + 1) * 1024 - 1, number > 0)):
         wide = section.model_copy(update={"max_num_batched_tokens": room})
         assert (why_merged(wide, lora, model, is_cpu=True) is not None) == is_merged
+
+
+@pytest.mark.parametrize(
+    ("extra", "number"),
+    [
+        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 9}'}, 9),
+        ({"spec-method": "ngram", "spec-tokens": 5}, 5),
+        ({"speculative_config": "{"}, 0),
+        ({"spec_method": "mtp"}, 0),
+    ],
+)
+def test_vllms_own_options_say_the_length_of_drafts_too(extra, number):
+    assert drafted_tokens(InferenceSection.model_validate({"vllm_extra": extra})) == number
 
 
 @needs_vllm

@@ -178,7 +178,7 @@ def test_every_patch_is_a_function_of_a_module_in_patches(model):
         }
     )
     patches = {patch for is_cpu in (True, False) for patch in patches_of(section, model, is_cpu=is_cpu)}
-    assert len(patches) == 10
+    assert len(patches) == 13
     for module, _, function in (patch.partition(".") for patch in patches):
         assert callable(getattr(import_module(f"stretto_vllm.patches.{module}"), function))
 
@@ -316,7 +316,7 @@ def test_adapters_have_one_slot_more_than_may_be_loaded(model):
     section = InferenceSection.model_validate({"lora": {"max_loras": 3, "max_lora_rank": 20}})
     words = words_of(section, model, is_cpu=True)
     assert "--enable-lora" in words
-    assert (words["--max-loras"], words["--max-cpu-loras"], words["--max-lora-rank"]) == ("4", "4", "32")
+    assert (words["--max-loras"], words["--max-cpu-loras"], words["--max-lora-rank"]) == ("4", "7", "32")
     targets = build_command(section, model, is_cpu=True).words
     at = targets.index("--lora-target-modules")
     assert tuple(targets[at + 1 : at + 8]) == section.lora.target_modules
@@ -336,6 +336,7 @@ def test_the_runs_own_adapter_has_a_slot_of_its_own(model):
     [
         ({"lora": {"target_modules": ["q_proj", "experts"]}}, True, "no adapters of experts"),
         ({"lora": {"target_modules": ["lm_head"]}}, False, "output head"),
+        ({"lora": {}, "speculation": {}}, False, "max_num_batched_tokens = 25600 or more"),
         ({"vllm_extra": {"enable_lora": True}}, False, "the section is inference.lora"),
         ({"vllm_extra": {"max_loras": 4}}, False, "inference.lora.max_loras"),
     ],

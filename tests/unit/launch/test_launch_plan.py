@@ -250,6 +250,8 @@ def test_what_an_adapter_loses_in_bfloat16_is_said_where_it_is_merged(config, tm
     assert said(*keys) == []  # vLLM computes it
     [note] = said(*keys, *merged)
     assert "under the last bit of a weight are lost: inference.lora.compute_policy = false" in note
+    merged_notes = planned(config(*name, *keys, *merged, "--inference.lora.max-loras", "2")).notes
+    assert any("adapters with names on top of the run's" in note for note in merged_notes)
     [note] = said(*keys[:-1], "float32", *merged)
     assert "in float32 nothing is lost" in note
     [note] = said(*keys, "--model.lora.rank", "1024")

@@ -222,6 +222,12 @@ def adapter_notes(cfg: RLConfig, *, is_on_gpu: bool) -> Iterator[str]:
         is_rounded = dtype_on(section.dtype, is_gpu=not is_cpu) == "bfloat16"
         loss = "changes under the last bit of a weight are lost" if is_rounded else "in float32 nothing is lost"
         yield f"vLLM merges the adapter of [model.lora] into its weights, {loss}: {reason}"
+        served = section.lora
+        if served is not None and served.max_loras and "max_loras" in served.model_fields_set:
+            yield (
+                f"inference.lora.max_loras = {served.max_loras}: vLLM computes adapters with names on top of the "
+                "run's, because it merges that one; max_loras = 0 serves none"
+            )
 
 
 def sharing_notes(cfg: RLConfig) -> Iterator[str]:
