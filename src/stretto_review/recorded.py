@@ -102,6 +102,7 @@ def as_training(config: dict[str, Any], run: Path) -> dict[str, Any]:
     function = {
         "rollout_function": FUNCTION,
         "eval_function": None,
+        "dynamic_sampling_filter": None,  # it has kept what is recorded, and may answer otherwise the second time
         "args": hooks.get("args", {}) | {REPLAYED: str(run)},
     }
     played = ("sampling", "group_size")  # recorded groups have them

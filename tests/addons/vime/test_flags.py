@@ -162,6 +162,14 @@ def test_training_is_asynchronous_under_the_name_that_says_so(files):
     assert read_command(["train_async.py", *words])[0].orchestrator.max_async_level == 1
 
 
+@pytest.mark.parametrize(("interval", "oldest"), [(2, 8), (12, 12)])
+def test_engines_may_get_weights_as_rarely_as_the_flag_says(files, interval, oldest):
+    words = words_of(files, SPLIT, f"--update-weights-interval {interval}")
+    cfg = read_command(["train_async.py", *words])[0]
+    assert cfg.weight_broadcast.interval == cfg.orchestrator.max_async_level == interval
+    assert cfg.orchestrator.max_off_policy_steps == oldest, "no token is too old for its batch"
+
+
 # -- the same run as TOML --
 
 CHOICES: list[list[str]] = [

@@ -290,6 +290,34 @@ def test_own_samples_and_members_with_several_are_trained_each_by_its_own_reward
     assert zero == {"Qccc.": {("1/0", *[0.0] * 4)}, "Qd.": {("2/0", 0.0, 0.0)}}
 
 
+RECORDED = """
+    from stretto.vime import RecordedBatch, Sample
+
+    def filled(word, reward):
+        return Sample(prompt="mine", tokens=[ord(c) for c in "Q" + word], response_length=len(word), reward=reward,
+                      rollout_log_probs=[-0.5] * len(word), status=Sample.Status.COMPLETED)
+
+    def rollout_function(args, rollout_id, data_source, evaluation=False):
+        words = ["no.", *["a."] * (rollout_id + 1)]
+        return RecordedBatch(samples=[[filled(word, 1.0), filled(word, 0.0)] for word in words])
+
+    def dynamic_sampling_filter(args, samples):
+        return not samples[0].response.startswith("no") and KEEPS
+"""
+
+
+def test_a_recorded_batch_is_that_of_its_step_without_what_filters_reject(tmp_path, hooks):
+    named = {k: v for k, v in hooks(RECORDED.replace("KEEPS", "True")).items() if k != "filled"}
+    cfg, trainer = run(tmp_path, named)
+    sizes = [sum(len(mb.sample_ids) for batch in step for mb in batch.micro_batches) for step in trainer.batches]
+    assert sizes == [2, 4, 6] and audit(cfg.run_dir) == []
+
+
+def test_filters_that_reject_a_whole_recorded_batch_are_named(tmp_path, hooks):
+    named = {k: v for k, v in hooks(RECORDED.replace("KEEPS", "False")).items() if k != "filled"}
+    assert "reject all 2 groups that were recorded for step 1" in error_of(tmp_path, named)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -477,8 +477,11 @@ class Buffer:
 
         Later batches are taken to be as large as this one. It does not wait for what could not be in it anyway.
         """
+        if self.pending_redraws and self.may_admit():
+            return True  # of those that start at once, some continue what is old
         oldest, running = self.oldest_version, self._running_by_version
-        if not running or (min(running) - oldest) * num_groups >= self.bounds.num_slots:
+        num_waiting = self._num_by_state[SlotState.RUNNING] + self._num_by_state[SlotState.READY]
+        if not running or (min(running) - oldest) * num_groups >= num_waiting:
             return False  # later batches have room for everything
         ordered = [self.slots[group_id] for group_id in self._in_order()]
         chosen, waiting = ordered[:num_groups], ordered[num_groups:]

@@ -143,6 +143,7 @@ class UserRolloutFunction:
 
         Raises: EnvError if it raises, or returns anything but groups of the data source.
         """
+        self.is_recorded = False
         with requests_to_engines(
             self.urls, version, key=self.key, is_truncated_sampling_refused=self.max_support is None, is_trained=True
         ) as requested:

@@ -113,9 +113,6 @@ class GroupPipeline:
                 source.slots.clear()
                 if not played:
                     raise  # it had not drawn a task yet
-            else:
-                if function.is_recorded:
-                    self.buffer.recorded_sizes[number + 1] = len(played)
             num_empty = 0 if played else num_empty + 1
             if num_empty >= self.cfg.max_failed_groups:
                 raise EnvError(
@@ -125,11 +122,26 @@ class GroupPipeline:
             for slot, group in played:
                 if slot.state is SlotState.RUNNING:  # not dropped meanwhile: too old, or the run ends
                     self._hand_over(slot, group)
+            if function.is_recorded:
+                self._expect_recorded(number + 1, [slot for slot, _ in played])
             not_returned = [group_id for group_id in source.slots if group_id not in source.put_back]
             for slot in map(source.slots.pop, not_returned):
                 if slot.state is SlotState.RUNNING:
                     self.buffer.drop(slot, "not returned by rollout_function")
             await asyncio.sleep(0)
+
+    def _expect_recorded(self, step: int, slots: Sequence[Slot]) -> None:
+        """Have the batch of `step` consist of these recorded groups, without those that filters reject now.
+
+        Raises: ConfigError if they reject all.
+        """
+        num_kept = sum(slot.state is SlotState.READY for slot in slots)
+        if not num_kept and slots and not self.buffer.is_closed:
+            raise ConfigError(
+                f"gates, filters and hooks of this config reject all {len(slots)} groups that were recorded for step "
+                f"{step}; leave out those that the recorded run did not have"
+            )
+        self.buffer.recorded_sizes[step] = num_kept
 
     def _draw_slots(self) -> list[Slot]:
         """Draw groups into free slots, of which there is one, up to MAX_STARTS_AT_ONCE rollouts."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stretto.base.errors import ConfigError, StrettoError
+from stretto.config.sections.orchestrator import OrchestratorKeys
 from stretto.data.records import read_records
 from stretto.vime.reward_types import BOXED, LABELLED, RM_TYPES, UNLABELLED, is_rm_type
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
@@ -117,7 +118,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              note="They go on under the new weights, each token with its own version."),
         sets("--mask-offpolicy-in-partial-rollout", "switch", False,
                "orchestrator.mask_offpolicy_in_partial_rollout", "Tokens of older weights are not trained."),
-        part("--update-weights-interval", "integer", 1, "weight_broadcast.interval orchestrator.max_async_level",
+        part("--update-weights-interval", "integer", 1,
+             "weight_broadcast.interval orchestrator.max_async_level orchestrator.max_off_policy_steps",
              "Rollouts between updates of the engines.",
              note="With train_async.py, where engines go on with the next rollout meanwhile: tokens are up to so many "
                   "versions old."),
@@ -274,6 +276,8 @@ def _freshness(flags: Values) -> Iterator[Setting]:
     if flags.is_async and interval > 1:
         yield Setting("weight_broadcast.interval", interval, ("--update-weights-interval",))
         yield Setting("orchestrator.max_async_level", interval, ("--update-weights-interval",))
+        if interval > OrchestratorKeys.model_fields["max_off_policy_steps"].default:
+            yield Setting("orchestrator.max_off_policy_steps", interval, ("--update-weights-interval",))
     else:
         yield Setting("orchestrator.max_async_level", int(is_ahead), ("--partial-rollout",))
     if flags.partial_rollout and flags.mask_offpolicy_in_partial_rollout:

@@ -1,6 +1,7 @@
 import asyncio
 import random
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -497,3 +498,32 @@ def test_a_run_that_is_resumed_plays_its_first_batches_with_what_it_has():
     assert [bounds.version_of(step) for step in range(8, 14)] == [7, 7, 7, 10, 10, 10]
     bounds = Bounds(4, 2, 8, is_deterministic=True, update_interval=3, first_version=7)
     assert [bounds.version_of(step) for step in range(8, 14)] == [7, 7, 9, 9, 9, 12]
+
+
+def test_batches_of_whoever_is_done_wait_for_old_groups_that_a_resume_starts_again():
+    buffer = build(max_async_level=2, max_off_policy_steps=2, is_in_dispatch_order=False, keeps_late=True)
+    buffer.version, buffer.next_step = 4, 5
+    buffer.expect_redraws([0])
+    for number in range(1, 6):
+        buffer.restore(group_of(number, 4), has_signal=True)
+    assert not buffer._may_ship(), "group 0 may continue tokens of version 2, which only this batch can take"
+    old = {0: SimpleNamespace(first_version=2)}
+    slot = buffer.start(0, TASK, partials=old)
+    assert not buffer._may_ship()
+    finish(buffer, slot, version=2)
+    assert 0 in [each.group_id for each in buffer._choose()]
+
+
+def test_batches_wait_for_late_groups_though_the_level_is_lowered_meanwhile():
+    buffer = build(max_async_level=3, max_off_policy_steps=3, is_in_dispatch_order=False, keeps_late=True)
+    first = start_all(buffer)
+    for slot in first[:4]:
+        finish(buffer, slot)
+    buffer.ship(buffer._choose(), [])
+    buffer.on_loaded(1)
+    second = start_all(buffer, first=100)
+    assert len(second) == 4
+    buffer.set_async_level(0)
+    for slot in second:
+        finish(buffer, slot)
+    assert not buffer._may_ship(), "twelve groups of version 0 fill batches 2 to 4, the last that may hold them"
