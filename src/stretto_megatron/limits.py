@@ -74,6 +74,13 @@ def check_shape(cfg: ModelConfig) -> None:
         "groups of experts": moe is not None and moe.num_groups > 1,
         "a gate on the shared expert": moe is not None and moe.has_shared_gate,
         "a bias in the router": moe is not None and moe.has_router_bias,
+        "experts whose sigmoids are not divided by their sum (norm_topk_prob = false)": moe is not None
+        and moe.is_sigmoid
+        and moe.top_k > 1
+        and not moe.norm_topk_prob,
+        "a single expert per token with a gate of 1 (norm_topk_prob = true)": moe is not None
+        and moe.top_k == 1
+        and moe.norm_topk_prob,
     }
     if there := [what for what, is_there in parts.items() if is_there]:
         raise ConfigError(f"{BACKEND} does not compute {there[0]}, which this {cfg.family} has; {OTHERWISE}")
