@@ -145,6 +145,10 @@ class MegatronNetwork(Network):
         return self._chunks
 
     @property
+    def reference_module(self) -> list[Any]:
+        return self._reference_chunks
+
+    @property
     def schedule(self) -> OptimizerParamScheduler:
         return self._scheduler
 

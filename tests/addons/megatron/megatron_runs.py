@@ -137,6 +137,10 @@ def run_case(case: str, out: Path) -> dict[str, float]:
     own, theirs = learner_of(case, None), learner_of(case, mesh)
     found: dict[str, float] = {}
     network = theirs.network
+    for given in (network.module, network.reference_module):  # what a user's function gets
+        assert all("megatron" in type(chunk).__module__ for chunk in given) and len(given) == 1 + (
+            "interleaved" in case
+        )
     found["loaded"] = largest(network.weights.all_slices(), weights_of(own))
     exported = {name: tensor.cpu() for name, tensor in theirs.export_tensors()}
     wanted = {name: tensor.cpu() for name, tensor in hub.export_tensors(own.policy)}

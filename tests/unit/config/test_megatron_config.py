@@ -150,6 +150,16 @@ def test_gates_of_experts_that_megatron_does_not_compute_are_refused(tmp_path, f
         check_refused("glm4_moe", config | found, ModelSection(), MegatronSection())
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("num_layers", "the model's config.json"), ("pipeline_model_parallel_size", "trainer.megatron.pp; set that")],
+)
+def test_overrides_of_the_mesh_and_the_model_are_refused(name, said):
+    with pytest.raises(ConfigError, match=f"trainer.megatron.overrides: {name} is said by {said}"):
+        check_refused("qwen3", {}, ModelSection(), MegatronSection(overrides={name: 2}))
+    check_refused("qwen3", {}, ModelSection(), MegatronSection(overrides={"moe_grouped_gemm": True}))
+
+
 def stand_in(path: Path, **found) -> Path:
     """A Python that answers the question what it has; it is not one."""
     path.parent.mkdir(parents=True, exist_ok=True)
