@@ -25,6 +25,31 @@ OTHERWISE = "leave trainer.backend out"
 RECOMPUTED = ("norm", "mlp", "routed_experts")
 """Parts that [model.ac] may name."""
 
+OF_MESH = {
+    "tensor_model_parallel_size": "model.tp",
+    "sequence_parallel": "model.tp",
+    "context_parallel_size": "model.cp",
+    "expert_model_parallel_size": "model.ep",
+    "expert_tensor_parallel_size": "trainer.megatron.etp",
+    "pipeline_model_parallel_size": "trainer.megatron.pp",
+    "virtual_pipeline_model_parallel_size": "trainer.megatron.virtual_stages",
+    "num_layers_in_first_pipeline_stage": "trainer.megatron.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "trainer.megatron.last_stage_layers",
+    "params_dtype": "model.dtype",
+    "pipeline_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+}
+"""Arguments of Megatron that keys of ours have, and these keys."""
+OF_MODEL = {
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "normalization", "layernorm_epsilon",
+    "qk_layernorm", "rotary_interleaved", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
+    "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size",
+}  # fmt: skip
+"""Arguments of Megatron that the model's config.json decides."""
+
 
 def check(family: str, found: Mapping[str, Any], model: ModelSection, megatron: MegatronSection) -> None:
     """Check a model and what is computed again; found: its config.json, empty for a scratch model.
@@ -34,6 +59,7 @@ def check(family: str, found: Mapping[str, Any], model: ModelSection, megatron: 
     _check_family(family_of({"model_type": family}))
     if found:
         check_shape(parse_config(dict(found), "config.json"))
+    check_overrides(megatron.overrides)
     ac = model.ac
     if ac is not None and ac.freq != 1:
         raise ConfigError(
@@ -43,6 +69,16 @@ def check(family: str, found: Mapping[str, Any], model: ModelSection, megatron: 
         raise ConfigError(
             f"[model.ac] targets has {unknown[0]}, and Megatron computes {', '.join(RECOMPUTED)} again; leave it out"
         )
+
+
+def check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Raises: ConfigError for an argument that is said elsewhere."""
+    for name in overrides:
+        key = "trainer.megatron.overrides"
+        if name in OF_MESH:
+            raise ConfigError(f"{key}: {name} is said by {OF_MESH[name]}; set that, and leave it out here")
+        if name in OF_MODEL:
+            raise ConfigError(f"{key}: {name} is said by the model's config.json; leave it out")
 
 
 def build_network(module: Any, **how: Any) -> Network:
@@ -74,6 +110,13 @@ def check_shape(cfg: ModelConfig) -> None:
         "groups of experts": moe is not None and moe.num_groups > 1,
         "a gate on the shared expert": moe is not None and moe.has_shared_gate,
         "a bias in the router": moe is not None and moe.has_router_bias,
+        "experts whose sigmoids are not divided by their sum (norm_topk_prob = false)": moe is not None
+        and moe.is_sigmoid
+        and moe.top_k > 1
+        and not moe.norm_topk_prob,
+        "a single expert per token with a gate of 1 (norm_topk_prob = true)": moe is not None
+        and moe.top_k == 1
+        and moe.norm_topk_prob,
     }
     if there := [what for what, is_there in parts.items() if is_there]:
         raise ConfigError(f"{BACKEND} does not compute {there[0]}, which this {cfg.family} has; {OTHERWISE}")

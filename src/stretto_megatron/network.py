@@ -87,7 +87,7 @@ class MegatronNetwork(Network):
         self._chunk = model.fused_lm_head_token_chunk_size
         for mixture in mixtures(module).values() if model.freeze_moe_router else ():
             mixture.gate.weight.requires_grad_(False)
-        bare = self._build_chunks(module)
+        bare = self._build_chunks(module, self._config)
         self.weights = MegatronWeights(bare, module, self.mesh)
         self.weights.load(module)
         self._chunks = self._wrap(bare, model)
@@ -98,7 +98,8 @@ class MegatronNetwork(Network):
         self._is_finished = False
         self._reference_chunks: list[Any] = []
         if reference is not None:
-            self._reference_chunks = self._build_chunks(reference)
+            config = build_config(reference.config, self._dtype, section, None)
+            self._reference_chunks = self._build_chunks(reference, config)
             MegatronWeights(self._reference_chunks, reference, self.mesh).load(reference)
             for chunk in self._reference_chunks:
                 chunk.requires_grad_(False)
@@ -132,16 +133,20 @@ class MegatronNetwork(Network):
             use_gloo_process_groups=False,
         )
 
-    def _build_chunks(self, module: Decoder) -> list[Any]:
-        chunks = build_chunks(module.config, self._config, self.mesh.device)
+    def _build_chunks(self, module: Decoder, config: Any) -> list[Any]:
+        chunks = build_chunks(module.config, config, self.mesh.device)
         if has_value_head(module) and chunks[-1].post_process:
-            chunks[-1].output_layer = value_head(self._config, self.mesh.device)
+            chunks[-1].output_layer = value_head(config, self.mesh.device)
         return chunks
 
     @property
     def module(self) -> list[Any]:
         """Megatron's model: the chunks of this rank."""
         return self._chunks
+
+    @property
+    def reference_module(self) -> list[Any]:
+        return self._reference_chunks
 
     @property
     def schedule(self) -> OptimizerParamScheduler:

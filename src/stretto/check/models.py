@@ -76,6 +76,8 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
         must_exist=must_exist,
         megatron=find_megatron(trainer),
     )
+    if (megatron := find_megatron(trainer)) is not None:
+        _check_beside_policy(cfg, megatron)
     if cfg.num_critic_ranks:
         check_model(cfg.model, cfg.num_critic_ranks, "model, of the ranks in trainer.critic.placement")
     check_engine_model(cfg)
@@ -85,6 +87,27 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
         is_cpu = is_here and not process.visible_gpus() and not cfg.asks_for_gpus
         check_served(cfg.inference, cfg.inference.model or cfg.model.name, is_cpu=is_cpu)
         check_policy_adapter(cfg, is_cpu=is_cpu or cfg.inference.device == "cpu")
+
+
+def _check_beside_policy(cfg: RLConfig, megatron: MegatronSection) -> None:
+    """Check the reference and the critic, which Megatron spreads over the ranks of the policy.
+
+    Raises: ConfigError naming the key of the model, and what it does not allow.
+    """
+    trainer = cfg.trainer
+    named = {
+        "trainer.loss.reference_kl.model": trainer.loss.reference_kl and trainer.loss.reference_kl.model,
+        "trainer.advantages.kl_model": trainer.advantages and trainer.advantages.kl_model,
+        "trainer.critic.load": trainer.critic and trainer.critic.load,
+    }
+    for path, name in named.items():
+        if not name or (here := find_model(name)) is None:
+            continue
+        try:
+            check_refused(here.family, here.found, cfg.model, megatron)
+            find_megatron_degrees(cfg.model, megatron, cfg.num_train_ranks, read_shape(here))
+        except ConfigError as error:
+            raise ConfigError(f"{path} = {name!r}: {error}") from None
 
 
 def check_model(

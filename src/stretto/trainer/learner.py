@@ -303,11 +303,6 @@ class Learner:
         """Count steps, and with them the schedule, from 0; weights and the optimizer's state stay."""
         self.step = self._schedule_start = 0
 
-    @property
-    def reference(self) -> Policy | None:
-        """The frozen model that the policy is compared with."""
-        return self.network.reference
-
     def end_step(self) -> dict[str, float]:
         """End the step; metrics over all its updates, empty if there were none."""
         self.step += 1

@@ -224,6 +224,11 @@ class Network(ABC):
         """What a user's function gets as the model."""
 
     @property
+    def reference_module(self) -> Any:
+        """What a user's function gets as the frozen model; None if there is none."""
+        return self.reference
+
+    @property
     def schedule(self) -> Any:
         """What a user's function gets as the schedule of the learning rate; None: there is none but ours."""
         return None

@@ -112,7 +112,7 @@ class Updates:
         if cfg is None:
             return micro_batches, {}
         if has_kl_penalty:
-            self._hooks.call("before_log_prob", learner.reference, "ref_")
+            self._hooks.call("before_log_prob", learner.network.reference_module, "ref_")
         reference = learner.trained_logprobs(micro_batches, is_reference=True) if has_kl_penalty else None
         values = None if self.critic is None else self.critic.values(micro_batches)
         return estimate_advantages(micro_batches, cfg, old, reference, values, self._reduce)

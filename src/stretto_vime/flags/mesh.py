@@ -40,11 +40,16 @@ def why_not_megatron(flags: Values) -> str | None:
     if find_python() is None:
         return "there is no Megatron-Core here (`make megatron` installs it)"
     is_fine = {
+        "--lora-rank": not flags.lora_rank,
         "--loss-type": flags.loss_type != "sft_loss",
         "--moe-router-enable-expert-bias": not flags.moe_router_bias_update_rate,
     }
     if own := [flags.given[name] for name in _OWN if flags.has(name) and not is_fine.get(name, False)]:
         return f"{own[0]} is of its own"
+    if flags.advantage_estimator == "ppo":
+        return (
+            f"{flags.typed('--advantage-estimator')} trains a critic on ranks of its own, which Megatron does not have"
+        )
     if flags.optimizer != "adam":
         return f"{flags.typed('--optimizer')} is of its own"
     try:

@@ -68,11 +68,12 @@ def learner_of(case: str, mesh: Mesh | None, seed: int = 0, **more: Any) -> Lear
     """mesh: None for one rank of our own trainer."""
     words = case.split("-")
     shape = SHAPE | {"tie_word_embeddings": "untied" not in words}
-    build = lambda seed: build_policy(seed, family=words[0], **shape)
+    build = lambda seed, **more: build_policy(seed, family=words[0], **(shape | more))
     section, ac = MegatronSection(**{k: v for w in words for k, v in OPTIONS.get(w, {}).items()}), None
     if mesh is not None and "full" in words:
         ac = ActivationCheckpointSection()
     dtype = torch.bfloat16 if "bf16" in words else torch.float32
+    larger = {"num_layers": 8, "hidden_size": 80, "num_heads": 8} if "larger" in words else {}
     return Learner(
         build(seed).to(device(), dtype),
         model=ModelSection(dtype=str(dtype).removeprefix("torch."), ac=ac),
@@ -80,7 +81,7 @@ def learner_of(case: str, mesh: Mesh | None, seed: int = 0, **more: Any) -> Lear
         scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
         loss=DefaultLoss(entropy_coef=0.01, reference_kl={"coef": 0.1}),
-        reference=build(7).requires_grad_(False).to(device(), dtype),
+        reference=build(7, **larger).requires_grad_(False).to(device(), dtype),
         mesh=mesh,
         build=TorchNetwork if mesh is None else partial(build_network, section=section),
         **more,
@@ -93,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "etp2": {"etp": 2},
     "block": {"overrides": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}},
 }
-"""Settings of Megatron that a word of a case stands for."""
+"""Settings of Megatron that a word of a case stands for; `larger` is a reference of another shape."""
 
 
 def batches(seed: int) -> list[MicroBatch]:
@@ -136,6 +137,10 @@ def run_case(case: str, out: Path) -> dict[str, float]:
     own, theirs = learner_of(case, None), learner_of(case, mesh)
     found: dict[str, float] = {}
     network = theirs.network
+    for given in (network.module, network.reference_module):  # what a user's function gets
+        assert all("megatron" in type(chunk).__module__ for chunk in given) and len(given) == 1 + (
+            "interleaved" in case
+        )
     found["loaded"] = largest(network.weights.all_slices(), weights_of(own))
     exported = {name: tensor.cpu() for name, tensor in theirs.export_tensors()}
     wanted = {name: tensor.cpu() for name, tensor in hub.export_tensors(own.policy)}

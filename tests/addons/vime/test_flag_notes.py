@@ -239,3 +239,17 @@ def test_where_there_is_no_megatron_core_the_own_trainer_trains(tmp_path, monkey
     assert command.config.trainer.backend == "fsdp" and command.config.num_train_ranks == 4
     assert any("there is no Megatron-Core here (`make megatron` installs it)" in note for note in command.notes)
     assert any("every rank has all layers" in note for note in command.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lora-rank 0", None),
+        ("--lora-rank 8", "--lora-rank 8 is of its own"),
+        ("--advantage-estimator ppo", "--advantage-estimator ppo trains a critic on ranks of its own"),
+    ],
+)
+def test_a_flag_that_megatron_does_not_have_gives_the_run_to_the_own_trainer(files, words, said):
+    command = read(files, f"--train-backend megatron {words}")
+    assert command.config.trainer.backend == ("megatron" if said is None else "fsdp")
+    assert any(said in note for note in command.notes) if said else not any("own trainer" in n for n in command.notes)

@@ -11,12 +11,14 @@ import pytest
 from stretto import __version__
 from stretto.base.errors import ConfigError
 from stretto.check.degrees import Degrees, Shape, find_megatron_degrees
-from stretto.check.megatron import MADE, check_trainer_python, trainer_python
+from stretto.check.megatron import MADE, check_refused, check_trainer_python, trainer_python
+from stretto.check.models import check_shape
 from stretto.config.load import build
 from stretto.config.root import RLConfig
-from stretto.config.sections.model import ModelSection
+from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.config.sections.trainer import MegatronSection, TrainerKeys
 from stretto.launch.plan.plan import plan
+from stretto.models import hub
 
 DENSE = Shape(num_heads=8, num_kv_heads=4, intermediate_size=64, family="qwen3", num_layers=12)
 SPARSE = Shape(num_heads=8, num_kv_heads=4, intermediate_size=64, num_experts=6, family="qwen3_moe", num_layers=12)
@@ -72,7 +74,8 @@ def rl(tmp_path, trainer: dict, **more) -> RLConfig:
         {
             "model": {"name": str(tmp_path), **more.pop("model", {})},
             "trainer": {"backend": "megatron"} | trainer,
-            "orchestrator": {"env": [{"id": "sort-letters"}], "batch_size": 16, "group_size": 4},
+            "orchestrator": {"env": [{"id": "sort-letters"}], "batch_size": 16, "group_size": 4}
+            | more.pop("orchestrator", {}),
             "output_dir": str(tmp_path),
             "seq_len": 256,
             "dry_run": True,
@@ -112,6 +115,49 @@ def test_what_megatron_does_not_do_is_refused(tmp_path, given, said):
     with pytest.raises(ConfigError) as caught:
         rl(tmp_path, given.pop("trainer", {}), **given)
     assert said in str(caught.value)
+
+
+def test_the_reference_and_the_critic_must_fit_the_mesh_too(tmp_path):
+    shape = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
+    for name, layers in (("policy", 4), ("other", 3)):
+        hub.save_hf(hub.random_model(ScratchSection(family="qwen3", num_layers=layers, **shape), 50), tmp_path / name)
+    other, model = str(tmp_path / "other"), {"name": str(tmp_path / "policy")}
+    named = {
+        "loss.reference_kl.model": {"loss": {"reference_kl": {"coef": 0.1, "model": other}}},
+        "advantages.kl_model": {"advantages": {"type": "shaped", "kl_coef": 0.1, "kl_model": other}},
+        "critic.load": {"advantages": {"type": "gae"}, "critic": {"load": other}},
+    }
+    for key, trainer in named.items():
+        more = {"model": model, "orchestrator": {"algo": {"type": "ppo"}} if "critic" in trainer else {}}
+        check_shape(rl(tmp_path, trainer, **more))
+        with pytest.raises(ConfigError, match=f"trainer.{key} = .*/other'.*pp = 2: the 3 layers of this model"):
+            check_shape(rl(tmp_path, trainer | {"megatron": {"pp": 2}}, **more))
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"norm_topk_prob": False}, "sigmoids are not divided by their sum"),
+        ({"num_experts_per_tok": 1}, "a single expert per token with a gate of 1"),
+        ({"n_group": 2}, "groups of experts"),
+    ],
+)
+def test_gates_of_experts_that_megatron_does_not_compute_are_refused(tmp_path, found, said):
+    hub.save_hf(hub.random_model(ScratchSection(family="glm4_moe", num_layers=2), 50), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    check_refused("glm4_moe", config, ModelSection(), MegatronSection())
+    with pytest.raises(ConfigError, match=said):
+        check_refused("glm4_moe", config | found, ModelSection(), MegatronSection())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("num_layers", "the model's config.json"), ("pipeline_model_parallel_size", "trainer.megatron.pp; set that")],
+)
+def test_overrides_of_the_mesh_and_the_model_are_refused(name, said):
+    with pytest.raises(ConfigError, match=f"trainer.megatron.overrides: {name} is said by {said}"):
+        check_refused("qwen3", {}, ModelSection(), MegatronSection(overrides={name: 2}))
+    check_refused("qwen3", {}, ModelSection(), MegatronSection(overrides={"moe_grouped_gemm": True}))
 
 
 def stand_in(path: Path, **found) -> Path:

@@ -131,7 +131,7 @@ def test_configured_reference_is_the_frozen_start_of_training(tmp_path):
     flags += " --loss.type reinforce --loss.reference-kl"
     cfg = load(TrainerConfig, flags.split(), verb="trainer")
     learner = build_configured(cfg, find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir), TrainerHooks(cfg.hooks))
-    pairs = list(zip(learner.policy.parameters(), learner.reference.parameters(), strict=True))
+    pairs = list(zip(learner.policy.parameters(), learner.network.reference.parameters(), strict=True))
     assert all((ours == theirs).all() and not theirs.requires_grad for ours, theirs in pairs)
     for _ in range(2):
         learner.forward_backward([pack(documents())])
