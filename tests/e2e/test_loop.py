@@ -492,7 +492,9 @@ def test_a_stalled_run_says_where_it_stands_and_stops(sorter: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_episodes_that_take_longer_than_a_stall_are_no_stall(sorter: Path, tmp_path: Path) -> None:
     """Neither to the orchestrator nor to the launcher, which waits a minute longer."""
-    patient = {"orchestrator": {"stall_timeout_s": 20.0}, "max_steps": 1, "seq_len": 512}
+    sampling = {"max_completion_tokens": 24}  # an episode ends with a reply that is cut off
+    settings = {"stall_timeout_s": 20.0, "train": {"sampling": sampling}}
+    patient = {"orchestrator": settings, "max_steps": 1, "seq_len": 512}
     ended = rl(tmp_path, without_skill(sorter, {"id": "envs:Patient"}, patient))
     assert ended.summary()["steps"] == 1 and "groups of step 1 0/4" in ended.output
 
