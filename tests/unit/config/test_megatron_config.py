@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto import __version__
 from stretto.base.errors import ConfigError
@@ -117,6 +118,7 @@ def test_what_megatron_does_not_do_is_refused(tmp_path, given, said):
     assert said in str(caught.value)
 
 
+@needs("megatron")
 def test_the_reference_and_the_critic_must_fit_the_mesh_too(tmp_path):
     shape = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
     for name, layers in (("policy", 4), ("other", 3)):
@@ -134,6 +136,7 @@ def test_the_reference_and_the_critic_must_fit_the_mesh_too(tmp_path):
             check_shape(rl(tmp_path, trainer | {"megatron": {"pp": 2}}, **more))
 
 
+@needs("megatron")
 @pytest.mark.parametrize(
     ("found", "said"),
     [
@@ -150,6 +153,7 @@ def test_gates_of_experts_that_megatron_does_not_compute_are_refused(tmp_path, f
         check_refused("glm4_moe", config | found, ModelSection(), MegatronSection())
 
 
+@needs("megatron")
 @pytest.mark.parametrize(
     ("name", "said"),
     [("num_layers", "the model's config.json"), ("pipeline_model_parallel_size", "trainer.megatron.pp; set that")],

@@ -250,7 +250,8 @@ class Loop:
                 loads, num_tokens = await engine_loads(engines)
                 if loads:
                     self.parts.ledger.event("engines", loads)
-                if (engines.num_replies, num_tokens) != before and self.buffer.num_running:
+                has_replies, have_sampled = engines.num_replies != before[0], num_tokens != before[1]
+                if has_replies or (have_sampled and self.buffer.num_running):  # others may use these engines, too
                     self.parts.watch.progress("tokens sampled")
                     self._show_long_batch()
                 before = engines.num_replies, num_tokens
