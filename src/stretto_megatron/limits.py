@@ -12,14 +12,12 @@ from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import MegatronSection
 from stretto.families.shape import ModelConfig
-from stretto.families.table import family_of
+from stretto.families.table import TRAITS, family_of, traits_of
 from stretto.models.config import parse_config
 
 if TYPE_CHECKING:
     from stretto.trainer.network import Network
 
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "glm4_moe")
-"""The families whose layers Megatron-Core has with the same result."""
 BACKEND = 'trainer.backend = "megatron"'
 OTHERWISE = "leave trainer.backend out"
 RECOMPUTED = ("norm", "mlp", "routed_experts")
@@ -123,5 +121,6 @@ def check_shape(cfg: ModelConfig) -> None:
 
 
 def _check_family(family: str) -> None:
-    if family not in FAMILIES:
-        raise ConfigError(f"{BACKEND} computes {', '.join(FAMILIES)}, and this is a {family}; {OTHERWISE}")
+    if not traits_of(family).is_in_megatron:
+        there = ", ".join(name for name, traits in TRAITS.items() if traits.is_in_megatron)
+        raise ConfigError(f"{BACKEND} computes {there}, and this is a {family}; {OTHERWISE}")

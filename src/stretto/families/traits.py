@@ -66,6 +66,7 @@ class Traits:
     is_all_sparse: all blocks have experts, and config.json has no `intermediate_size`.
     may_be_transposed: its files have experts either way round, which a square matrix does not show.
     vllm: what vLLM does otherwise.
+    is_in_megatron: the layers of Megatron-Core compute the same, but for parts that config.json may ask for.
     implied: what config.json leaves unsaid.
     public: config.json of public models by their names on the Hub, without `model_type`, so that they can be planned
     without the Hub.
@@ -82,5 +83,6 @@ class Traits:
     is_all_sparse: bool = False
     may_be_transposed: bool = False
     vllm: VllmTraits = field(default_factory=VllmTraits)
+    is_in_megatron: bool = False
     implied: Implied = field(default_factory=Implied)
     public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

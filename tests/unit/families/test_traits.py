@@ -19,7 +19,7 @@ from stretto.families.table import FAMILIES, TRAITS, family_of, traits_of
 from stretto.families.traits import Traits
 
 SOURCE = Path(__file__).parents[3] / "src"
-OTHER_MEANINGS = {"stretto/chat/tool_calls.py": {"qwen3", "kimi_k2", "mistral"}}
+OTHER_MEANINGS = {"stretto/chat/tool_calls.py": {"qwen3", "kimi_k2", "mistral", "granite"}}
 """Names that are something else in a file: formats of tool calls, which vLLM and templates call so."""
 
 MADE_UP = """

@@ -15,7 +15,9 @@ _MLP = "model.layers.{layer}.mlp"
 
 LLAMA = Family(
     name="llama",
-    traits=Traits(renderer="llama-3", vllm=VllmTraits(adapts=True), implied=Implied(has_qk_norm=False)),
+    traits=Traits(
+        renderer="llama-3", vllm=VllmTraits(adapts=True), is_in_megatron=True, implied=Implied(has_qk_norm=False)
+    ),
     architecture="LlamaForCausalLM",
     constants={"has_qk_norm": False},
     keys=ATTENTION_BIAS | {"mlp_bias": ("mlp_bias", False)},
@@ -23,7 +25,9 @@ LLAMA = Family(
 
 QWEN2 = Family(
     name="qwen2",
-    traits=Traits(vllm=VllmTraits(adapts=True), implied=Implied(has_qk_norm=False, has_qkv_bias=True)),
+    traits=Traits(
+        vllm=VllmTraits(adapts=True), is_in_megatron=True, implied=Implied(has_qk_norm=False, has_qkv_bias=True)
+    ),
     architecture="Qwen2ForCausalLM",
     constants={"has_qk_norm": False, "qkv_bias": True},
     to_hf=lambda cfg: dict(_NO_WINDOW),
@@ -36,6 +40,7 @@ QWEN3 = Family(
         renderer="qwen3",
         packs_in_transformers=True,
         vllm=VllmTraits(adapts=True),
+        is_in_megatron=True,
         implied=Implied(has_qk_norm=True),
         public={"Qwen/Qwen3-0.6B": _QWEN3_0_6B},
     ),

@@ -49,6 +49,7 @@ GLM4_MOE = Family(
         renderer="glm-4.5",
         packs_in_transformers=True,
         vllm=VllmTraits(has_own_head=True, adapts=True),
+        is_in_megatron=True,
         implied=Implied(expert_scores="sigmoid", has_shared_gate=False),
     ),
     architecture="Glm4MoeForCausalLM",
