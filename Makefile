@@ -191,6 +191,7 @@ $(VENV)/opt/megatron/installed: pyproject.toml | $(VENV)/torch
 		"PYTHON312=/path/to/python3.12" >&2; exit 1; }
 	$(PYTHON312) -m venv $(VENV)/opt/megatron
 	$(VENV)/opt/megatron/bin/python -m pip install -q torch==$(TORCH) 'setuptools>=77'
-	$(VENV)/opt/megatron/bin/python -m pip install -q --no-build-isolation -c $(CONSTRAINTS) $(if $(LOCK),-c $(LOCK)) \
-		-e '.[megatron]'
+	$(VENV)/opt/megatron/bin/python -m pip freeze | grep '^torch==' > $(VENV)/opt/megatron/constraints.txt
+	$(VENV)/opt/megatron/bin/python -m pip install -q --no-build-isolation -c $(VENV)/opt/megatron/constraints.txt \
+		$(if $(LOCK),-c $(LOCK)) -e '.[megatron]'
 	@touch $@
