@@ -100,7 +100,7 @@ class Loop:
         """Why the run ended before its last step, if early_stop, its budget or the cost of a model ended it."""
         for spending in run.spendings:
             spending.stop = self._end_early
-        self._shown_batch: tuple[int | None, float] = (None, 0.0)  # the next step, and when it was shown last
+        self._shown_batch = (0, 0.0, False)  # a step, since when it is the next or was shown, and was it shown
         self._limit = build_limit(run.cfg, run.buffer)
         self._steering = (
             None if run.cfg.steering is None else Steering(run.cfg.steering, run.buffer.bounds.max_async_level)
@@ -262,15 +262,15 @@ class Loop:
     def _show_long_batch(self) -> None:
         """Report how many groups of a batch are played, now and then; the launcher ends a run that is silent."""
         step, total, now = self.buffer.next_step, self.buffer.bounds.groups_per_batch, time.monotonic()
-        shown, at = self._shown_batch
-        if step != shown:
-            if shown is not None:
-                report("progress", text=f"groups of step {shown}", done=total, total=total)
-            self._shown_batch = step, now
+        of_step, at, is_shown = self._shown_batch
+        if step != of_step:
+            if is_shown:
+                report("progress", text=f"groups of step {of_step}", done=total, total=total)
+            self._shown_batch = step, now, False
         elif now - at >= LONG_BATCH_S:
             num_ready = self.buffer.gauges().get("ready", 0)
             report("progress", text=f"groups of step {step}", done=min(num_ready, total - 1), total=total)
-            self._shown_batch = step, now
+            self._shown_batch = step, now, True
 
     async def follow_membership(self) -> None:
         """Let engines join and leave as `stretto engines` asks."""
