@@ -191,6 +191,7 @@ def _learner_logprobs(model: Path, prompts: list[np.ndarray], completions: list[
 # -- determinism --
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_is_a_function_of_its_seed(
     sync: Settings, straight: Ended, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

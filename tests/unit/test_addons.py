@@ -20,6 +20,7 @@ from stretto import addons
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "without.py"))
 ADD_ONS: tuple[str, ...] = SCRIPT["ADD_ONS"]
+OTHERS = [name for name in ADD_ONS if name != "clusters"]
 NAME = re.compile(rf"\bstretto_({'|'.join(ADD_ONS)})\b")
 PARTS = ("src", "examples", "pyproject.toml")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -101,7 +102,7 @@ def told(source: Path, *commands: list[str]) -> dict[str, tuple[int, str, str]]:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", [*ADD_ONS, "all"])
+@pytest.mark.parametrize("name", ["all", "clusters", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
 def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str, tmp_path: Path) -> None:
     """`make test-without ADDON=NAME` runs the other tests without it."""
     gone = {f"stretto_{each}" for each in SCRIPT["with_those_that_need"]([name])}

@@ -82,7 +82,7 @@ def test_a_dry_run_says_what_is_missing_and_a_start_is_refused(tmp_path: Path, t
         check_plugins(cfg)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_dry_run_builds_the_settings_in_a_process_of_its_own(tmp_path: Path, taskset: str) -> None:
     (tmp_path / "my_tasks.py").write_text("import verifiers.v1 as vf\nraise SystemExit('not here')\nvf.Taskset\n")
     envs = [

@@ -112,7 +112,7 @@ def test_many_short_calls_are_not_one_long_one(run: Path, capsys: pytest.Capture
 def test_a_reward_that_blocks_or_ends_its_process_costs_its_own_replies(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = printed(run, capsys, "blocks", more=("--timeout", "4"))
+    found = printed(run, capsys, "blocks", more=("--timeout", "2"))
     assert [each["rollout"] for each in found["errors"]] == ["g1.1", "g1.2"]
     found = printed(run, capsys, "ends")
     assert [each["rollout"] for each in found["errors"]] == ["g2"] and "exit status 7" in found["errors"][0]["error"]

@@ -38,6 +38,13 @@ CASES = {
     "4-fsdp-free": {},
 }
 """By number of ranks, mesh, loss and kind of policy."""
+QUICK = frozenset(
+    """
+    2-fsdp-dpo 2-fsdp-reward-lora 2-ring-reward 2-tp-dpo 2-split-reward 2-ep-dpo-moe 4-hsdp_tp-ipo 4-ep_tp-reward-moe
+    """.split()  # noqa: SIM905
+)
+"""The cases of `make test`: every axis with one loss, and either loss; `make test-all` has the others too."""
+assert CASES.keys() >= QUICK
 
 
 def build(case: str, mesh: Mesh | None = None, model: dict | None = None):

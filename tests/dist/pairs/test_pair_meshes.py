@@ -10,21 +10,25 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import pytest
 import torch
-from pair_runs import CASES, NUM_STEPS, build, train
+from pair_runs import CASES, NUM_STEPS, QUICK, build, train
 from ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
-def on_meshes(tmp_path_factory):
-    """Results by case; one process group for each number of ranks."""
+def on_meshes(request, tmp_path_factory):
+    """Results of the cases that this session asks for; one process group for each number of ranks."""
     folder = tmp_path_factory.mktemp("pairs")
+    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    found = [case for case in CASES if case in asked]
     for world_size in (2, 4):
-        names = [case for case in CASES if case.startswith(f"{world_size}-")]
+        names = [case for case in found if case.startswith(f"{world_size}-")]
         run_ranks("pairs/pair_runs.py", folder, *names, world_size=world_size, log=folder / "log", deadline_s=300.0)
-    return {case: torch.load(folder / f"{case}.pt", weights_only=False) for case in CASES}
+    return {case: torch.load(folder / f"{case}.pt", weights_only=False) for case in found}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
+)
 def test_a_mesh_trains_on_pairs_like_one_rank(case, on_meshes, tmp_path):
     torch.set_num_threads(1)
     got, want = on_meshes[case], train(build(case), case, tmp_path)

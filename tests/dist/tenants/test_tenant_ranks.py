@@ -28,10 +28,10 @@ def on_one_rank(kind):
     return metrics, {case.spec.name: weights_of(tenants, case.spec.name) for case in cases(NUM_TENANTS)}
 
 
-RING = pytest.param((4, 2, "ring"), marks=pytest.mark.slow)
+SLOW = [pytest.param(shape, marks=pytest.mark.slow) for shape in ((4, 1, "auto"), (4, 2, "ring"))]
 
 
-@pytest.fixture(scope="module", params=[(2, 1, "auto"), (4, 1, "auto"), (2, 2, "auto"), RING])
+@pytest.fixture(scope="module", params=[(2, 1, "auto"), (2, 2, "auto"), *SLOW])
 def results(request, tmp_path_factory):
     folder, (world_size, cp, style) = tmp_path_factory.mktemp("ranks"), request.param
     run_ranks(

@@ -76,6 +76,7 @@ def test_a_run_goes_on_from_each_phase_of_the_interval(model: Path, tmp_path: Pa
 
 
 @pytest.mark.heavy
+@pytest.mark.slow
 def test_by_the_clock_a_kill_between_two_versions_changes_no_bit(model: Path, tmp_path: Path) -> None:
     settings = every_third(model, deterministic=True, ckpt={"interval": INTERVAL, "weights": {"interval": 1}})
     straight = play(tmp_path / "straight", settings)

@@ -69,7 +69,9 @@ TASKS = {
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (not name.endswith("age"))) for name in TASKS]
+)
 def test_a_steered_run_is_nearly_as_fast_as_the_best_level_and_no_slower_than_the_lowest(tmp_path, name):
     seed = 1000 + list(TASKS).index(name)
     fixed = {level: run(tmp_path / str(level), seed, level, **TASKS[name])[0].worth for level in (1, 2, 4, 8)}
