@@ -312,6 +312,7 @@ def test_every_room_that_is_spoken_of_here_exists() -> None:
     assert not [place for place in sorted(places) if not any(f"{file}/".startswith(f"{place}/") for file in found)]
 
 
+@pytest.mark.heavy
 def test_packages_import_only_what_is_below_them() -> None:
     wrong = []
     for file, package in files():
@@ -322,6 +323,7 @@ def test_packages_import_only_what_is_below_them() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.heavy
 def test_no_room_asks_for_what_another_has_put_on_an_object() -> None:
     wrong = []
     for file, package in files():
@@ -485,6 +487,7 @@ def test_no_folder_is_several_rooms() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.heavy
 def test_no_file_and_no_function_is_too_long() -> None:
     wrong = []
     for file, _ in files():
@@ -504,6 +507,7 @@ def _height(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
+@pytest.mark.heavy
 def test_heavy_libraries_are_imported_only_at_home() -> None:
     wrong = []
     for file, _ in files():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("src", "docs", "tests", "examples", "benchmarks", "deploy", "scripts")
 SUFFIXES = (".py", ".md", ".toml", ".yaml", ".yml", ".js", ".c", ".sh")
@@ -28,9 +30,11 @@ def found(pattern: re.Pattern[str]) -> list[str]:
     return lines
 
 
+@pytest.mark.heavy
 def test_rates_say_per() -> None:
     assert found(RATE) == []
 
 
+@pytest.mark.heavy
 def test_no_docstring_or_comment_begins_with_of() -> None:
     assert found(FRAGMENT) == []

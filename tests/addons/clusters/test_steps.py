@@ -138,6 +138,7 @@ def called(path: Path) -> list[str]:
 REFUSED = 'echo "scontrol: error: Requested operation is presently disabled for job 7" >&2; exit 1'
 
 
+@pytest.mark.heavy
 def test_a_job_that_may_not_be_queued_again_ends_when_no_replica_is_left(
     job: Job, say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

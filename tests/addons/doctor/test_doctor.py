@@ -240,6 +240,7 @@ def test_a_port_that_is_taken_gets_another(words: list[str]) -> None:
         assert first[0][0] == "--control.port"
 
 
+@pytest.mark.heavy
 def test_a_model_that_does_not_fit_is_said(words, tmp_path, model) -> None:
     large = json.loads((model / "config.json").read_text())
     large |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 100, "vocab_size": 200_000}

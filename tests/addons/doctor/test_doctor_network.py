@@ -38,6 +38,7 @@ def test_two_hosts_measure_the_way_between_them(monkeypatch: pytest.MonkeyPatch)
     assert named["disk"].text == "full" and named["TCP to here"].state is not State.BAD
 
 
+@pytest.mark.heavy
 def test_strangers_do_not_end_a_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: list(listen(listener, "", wait_s=0.5)))

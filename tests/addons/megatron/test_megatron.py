@@ -63,6 +63,7 @@ def test_a_model_that_goes_to_megatron_and_back_has_its_bits(family, dtype, tmp_
     assert all(torch.equal(found[name], wanted[name]) and found[name].dtype is wanted[name].dtype for name in wanted)
 
 
+@pytest.mark.heavy
 def test_a_tensor_in_several_chunks_is_put_together(monkeypatch, tmp_path):
     monkeypatch.setattr("stretto_megatron.torch_dist._MAX_CHUNK_BYTES", 200)
     to_megatron(CASES / "moe", tmp_path / "megatron")

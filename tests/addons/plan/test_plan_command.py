@@ -77,6 +77,7 @@ def test_steps_are_at_least_one(option, capsys) -> None:
     assert f"{option}: 0: give at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_a_plan_leaves_the_handlers_of_signals_as_they_were(capsys) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     words = ["--gpu", "CPU", "--no-propose", "--simulated-steps", "2", "--prompt-tokens", "20"]
@@ -105,6 +106,7 @@ def planned(capsys, *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.heavy
 def test_a_plan_says_at_which_step_a_budget_ends(capsys) -> None:
     words = ["--budget.max-hours", "10", "--budget.max-tokens", "1000000", "--budget.prices.hour", "2"]
     found = planned(capsys, *words, "--budget.max-cost", "10")
@@ -116,6 +118,7 @@ def test_a_plan_says_at_which_step_a_budget_ends(capsys) -> None:
     }
 
 
+@pytest.mark.heavy
 def test_a_plan_says_where_steering_settles(capsys) -> None:
     steered = ["--orchestrator.max-async-level", "1", "--orchestrator.steering.max-level", "4"]
     # The speed of an H100 is known; the one of a CPU is measured, so that a busy machine has another plan.

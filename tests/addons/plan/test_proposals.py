@@ -120,6 +120,7 @@ def test_large_batches_are_simulated_for_fewer_steps(tmp_path) -> None:
     assert proposal_steps(large, 40) == 6
 
 
+@pytest.mark.heavy
 def test_proposals_for_sft_keep_their_promise(tmp_path) -> None:
     config = {"data": {"type": "environment", "id": "sort-letters"}, "seq_len": 4096, "max_steps": 9}
     config |= {"model": {"ac": {}}, "deployment": {"num_train_gpus": 8}}

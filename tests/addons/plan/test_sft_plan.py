@@ -29,6 +29,7 @@ def sft_config(*words: str) -> SFTConfig:
     return load(SFTConfig, ["@", SFT, *words], verb="sft")
 
 
+@pytest.mark.heavy
 def test_a_step_is_the_rows_of_the_slowest_rank_and_the_update() -> None:
     setup = build_setup(sft_config("--seq-len", "400", "--batch-size", "10"))
     times = sft_times(Costs(setup, measured=ROW_S), Numbers(100), steps=4)
@@ -39,6 +40,7 @@ def test_a_step_is_the_rows_of_the_slowest_rank_and_the_update() -> None:
     assert two.step_s == pytest.approx(2 * 0.5 + 0.25) and two.rank_idle == pytest.approx(0.25)
 
 
+@pytest.mark.heavy
 def test_lengths_of_examples_are_those_that_are_trained() -> None:
     cfg = sft_config()
     renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
@@ -67,6 +69,7 @@ def test_why_lengths_are_assumed_is_said(tmp_path) -> None:
     assert "rows.jsonl" in example_lengths(build(SFTConfig, values))
 
 
+@pytest.mark.heavy
 def test_sft_is_planned_by_the_verb(capsys) -> None:
     assert main(["plan", SFT, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

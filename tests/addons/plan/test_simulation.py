@@ -49,6 +49,7 @@ def test_an_asynchronous_step_is_the_longer_of_both(tmp_path) -> None:
     assert times.staleness_p95 == 1 and times.trainer_idle < 0.02 and times.engine_idle > 0.3
 
 
+@pytest.mark.heavy
 def test_engines_that_get_every_second_version_cost_half_the_updates(tmp_path) -> None:
     def times(interval: int, level: int):
         given = costs(tmp_path, max_async_level=level)
@@ -74,6 +75,7 @@ def test_a_batch_in_tokens_is_as_large_as_they_make_it(tmp_path) -> None:
     assert _simulated_config(given, tmp_path, 3, 4.0).token_batch_size == 60
 
 
+@pytest.mark.heavy
 def test_an_engine_goes_on_where_groups_are_given_up_as_too_old(tmp_path) -> None:
     """Rollouts of very different lengths, far ahead: long ones are cancelled while they are written."""
     ahead = costs(tmp_path, max_async_level=8, token_batch_size=400, batch_size=64)
@@ -91,6 +93,7 @@ def test_an_engine_that_ends_is_heard(tmp_path, monkeypatch) -> None:
         simulate(costs(tmp_path), Workload(Numbers(10), Numbers(20)), steps=2)
 
 
+@pytest.mark.heavy
 def test_groups_without_signal_are_drawn_again(tmp_path) -> None:
     workload = Workload(Numbers(10), Numbers(20), score_s=Numbers(0.2))
     all_count = simulate(costs(tmp_path, max_async_level=0), workload, steps=6)
@@ -178,6 +181,7 @@ def test_weights_are_gathered_once_per_pass_however_much_is_computed_again(tmp_p
     assert row_s() == pytest.approx(row_s(ac={"mode": "full"}))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("turns", [1, 3])
 def test_what_samples_begin_with_is_trained_once_where_it_is_shared(tmp_path, turns) -> None:
     """Groups of 4 with prompts of 200 and replies of 20: 280 tokens instead of 880, one millisecond each."""

@@ -77,6 +77,7 @@ def test_a_text_that_is_not_there_is_refused():
         mutation.apply("\n" + SOURCE)
 
 
+@pytest.mark.heavy
 def test_mistakes_in_real_modules_mean_what_was_intended():
     source = Path(random.__file__).read_text()
     for mutation, _ in zip(mutations(source, random.Random(3)), range(10)):

@@ -47,6 +47,7 @@ def printed(run: Path, capsys: pytest.CaptureFixture[str], *rewards: str, more: 
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("reward", ["same", "same_of_completion", "same_of_group"])
 def test_the_same_reward_changes_nothing(run: Path, reward: str) -> None:
     found = judged(run, reward)
@@ -75,6 +76,7 @@ def _binomial(k: int, n: int, p: float) -> float:
     return comb(n, k) * p**k * (1 - p) ** (n - k)
 
 
+@pytest.mark.heavy
 def test_noise_changes_as_many_signs_as_it_must(tmp_path: Path) -> None:
     found = judged(write_run(tmp_path / "words", 400), "noisy")
     share = found["mean"]["old"]
@@ -88,6 +90,7 @@ def test_a_reward_of_length_alone_is_called_dominated(run: Path, reward: str) ->
     assert len(found["disagreements"]) == 10 and found["disagreements"][0]["reply"]
 
 
+@pytest.mark.heavy
 def test_components_that_dominate_or_say_nothing_are_named(run: Path) -> None:
     by_name = {each["name"]: each for each in judged(run, "in_parts")["components"]}
     assert by_name["length"]["dominates"] and by_name["format"]["is_saturated"]
@@ -96,6 +99,7 @@ def test_components_that_dominate_or_say_nothing_are_named(run: Path) -> None:
     assert sum(each["share"] for each in both.values()) == pytest.approx(1)
 
 
+@pytest.mark.heavy
 def test_a_reward_that_raises_is_told_with_its_rollout(run: Path) -> None:
     found = judged(run, "raises")
     assert found["failed"] == GROUPS * MEMBERS // 10 and found["rollouts"] == GROUPS * MEMBERS - found["failed"]

@@ -303,6 +303,7 @@ def test_dynamo_that_is_not_installed_is_one_message(tmp_path):
 # -- the router's key --
 
 
+@pytest.mark.heavy
 def test_a_key_of_any_letters_is_itself_alone():
     """And the process that knows it ends with the router."""
     router = subprocess.Popen([sys.executable, "-c", CHECK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

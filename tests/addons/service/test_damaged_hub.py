@@ -46,6 +46,7 @@ async def left_by_a_hub(directory: Path) -> tuple[ServeConfig, Path]:
     return cfg, directory / "copy"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_a_hub_recovers_from_a_damaged_file_or_says_which_one_it_is(tmp_path: Path, damage: str) -> None:
     """Weights are never deleted because their record is lost."""

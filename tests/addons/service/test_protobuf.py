@@ -93,6 +93,7 @@ def test_the_client_reads_samples() -> None:
     assert read.prompt_cache_hit_tokens == 300
 
 
+@pytest.mark.heavy
 @settings(max_examples=300)
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_or_empty_and_never_crashes(body: bytes) -> None:
@@ -100,6 +101,7 @@ def test_garbage_is_refused_or_empty_and_never_crashes(body: bytes) -> None:
         protobuf.read_forward_backward(body)
 
 
+@pytest.mark.heavy
 @settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_request_never_crashes(choose: st.DataObject) -> None:

@@ -67,6 +67,7 @@ def said(url, text, monkeypatch, capsys, *words):
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.heavy
 def test_a_conversation_goes_on_until_it_is_forgotten_and_replies_cannot_steer_the_terminal(url, monkeypatch, capsys):
     lines = said(url, "a\nb\n\n/new\nc\n", monkeypatch, capsys, "--temperature", "0", "--max-tokens", "5")
     assert lines == ["1 A\\x1b[2J", "3 B\\x1b[2J", "1 C\\x1b[2J"]
@@ -74,16 +75,19 @@ def test_a_conversation_goes_on_until_it_is_forgotten_and_replies_cannot_steer_t
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("small", 0.0, 5)
 
 
+@pytest.mark.heavy
 def test_a_system_prompt_comes_first_also_one_that_is_set_later(url, monkeypatch, capsys):
     said(url, "a\n/system Be rude.\nb\n/quit\nc\n", monkeypatch, capsys, "--system", "Be kind.")
     assert [body["messages"][0]["content"] for body in Handler.bodies] == ["Be kind.", "Be rude."]
 
 
+@pytest.mark.heavy
 def test_a_command_that_there_is_not_is_no_message(url, monkeypatch, capsys):
     (line,) = said(url, "/help\n", monkeypatch, capsys)
     assert line.startswith("there is no /help: /new") and not Handler.bodies
 
 
+@pytest.mark.heavy
 def test_what_a_server_refuses_is_said_with_its_words(url, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("fail\n"))
     with pytest.raises(EngineError, match=r"HTTP 400: too long"):

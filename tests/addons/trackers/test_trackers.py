@@ -37,6 +37,7 @@ def write_config(run_dir: RunDir) -> None:
     path.write_text(json.dumps({"seq_len": 64, "teacher": {"api_key": "secret"}}))
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(is_missing("tensorboard"), reason="extra `tensorboard` is not installed")
 @pytest.mark.filterwarnings("default")
 def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:

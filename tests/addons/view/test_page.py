@@ -129,6 +129,7 @@ async def test_a_wrong_question_gets_one_message(page: TestClient, route: str, s
     assert answer.status == status and says in await answer.text()
 
 
+@pytest.mark.heavy
 async def test_changes_are_told_as_they_happen(page: TestClient, path: Path) -> None:
     answer = await page.get("/api/changes")
     first = json.loads((await answer.content.readline()).removeprefix(b"data: "))

@@ -110,6 +110,7 @@ def test_show_prints_conversations(path: Path, capsys: pytest.CaptureFixture[str
         rollouts([str(path), "--step", "77"])
 
 
+@pytest.mark.heavy
 def test_plot_draws_and_says_what_there_is_instead_of_an_unknown_metric(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +123,7 @@ def test_plot_draws_and_says_what_there_is_instead_of_an_unknown_metric(
         plot([str(path), "--key", "reward/maen"])
 
 
+@pytest.mark.heavy
 def test_a_picture_that_cannot_be_written_and_a_wrong_number_are_refused(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

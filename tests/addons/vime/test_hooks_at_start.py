@@ -53,6 +53,7 @@ def test_a_wrong_function_is_refused_with_its_setting(
         check_code(with_hooks(hooks=hooks))
 
 
+@pytest.mark.heavy
 def test_right_functions_are_imported_with_the_trainers_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def test_right_functions_are_imported_with_the_trainers_variables(
         check_code(with_hooks(hooks=hooks))
 
 
+@pytest.mark.heavy
 def test_code_that_imports_vime_is_told_where_its_names_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "from_vime.py").write_text("from vime.utils.types import Sample\n\ndef init(args): ...\n")
     monkeypatch.chdir(tmp_path)

@@ -166,6 +166,7 @@ def test_vllms_own_options_say_the_length_of_drafts_too(extra, number):
     assert drafted_tokens(InferenceSection.model_validate({"vllm_extra": extra})) == number
 
 
+@pytest.mark.heavy
 @needs_vllm
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own, when it is imported
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "minimax_m2"])

@@ -62,6 +62,7 @@ class Server:
         return web.Response(status=self.status)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("what", "reason"), [("ends", "Cannot connect"), ("fails", "HTTP 503"), ("hangs", "no answer in 0.5 s")]
 )
@@ -86,6 +87,7 @@ async def test_a_node_that_is_gone_ends_this_one(ended: asyncio.Event, what: str
         await server.runner.cleanup()
 
 
+@pytest.mark.heavy
 async def test_a_node_that_does_not_serve_yet_is_waited_for(ended: asyncio.Event) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -26,9 +26,7 @@ def on_meshes(request, tmp_path_factory):
     return {case: torch.load(folder / f"{case}.pt", weights_only=False) for case in found}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES])
 def test_a_mesh_trains_on_pairs_like_one_rank(case, on_meshes, tmp_path):
     torch.set_num_threads(1)
     got, want = on_meshes[case], train(build(case), case, tmp_path)

@@ -56,7 +56,10 @@ def weights(run: Ended, num_steps: int = NUM_STEPS) -> list[bytes]:
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("level", "num_steps"),
-    [(2, NUM_STEPS), *(pytest.param(n, steps, marks=pytest.mark.slow) for n, steps in [(0, 8), (1, 8), (2, 60), (4, 60)])],
+    [
+        (2, NUM_STEPS),
+        *(pytest.param(n, steps, marks=pytest.mark.slow) for n, steps in [(0, 8), (1, 8), (2, 60), (4, 60)]),
+    ],
 )
 def test_delays_and_load_change_no_bit(model: Path, tmp_path: Path, level: int, num_steps: int) -> None:
     settings = delayed(model, level, max_steps=num_steps)

@@ -25,6 +25,7 @@ def flat(ragged, part):
     return values, np.array([len(sample) for sample in ragged])
 
 
+@pytest.mark.heavy
 @given(samples, rates)
 def test_returns_are_sums_of_later_rewards(ragged, gamma):
     rewards, lengths = flat(ragged, 0)
@@ -36,6 +37,7 @@ def test_returns_are_sums_of_later_rewards(ragged, gamma):
     assert discounted_returns(rewards, lengths, gamma) == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.heavy
 @given(samples, rates, rates)
 def test_gae_is_the_weighted_sum_of_later_errors_of_the_value(ragged, gamma, lambd):
     (rewards, lengths), (values, _) = flat(ragged, 0), flat(ragged, 1)

@@ -295,6 +295,7 @@ def slow_divergence(log_p, teachers, t):
     return total
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(20))
 def test_the_divergence_to_teachers_is_that_over_their_tokens_and_the_rest(seed):
     logits, teachers = teachers_of(seed)

@@ -155,6 +155,7 @@ def test_a_pickle_that_has_changed_is_refused(script: dict[str, Any], tmp_path: 
         opened(beside, file.name, digest, "3.0")
 
 
+@pytest.mark.heavy
 def test_another_process_imports_it_with_the_modules_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "beside.py").write_text("FACTOR = 7\ndef seven(x):\n    return FACTOR * x\n")

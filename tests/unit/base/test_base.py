@@ -277,6 +277,7 @@ def test_progress_keeps_a_process_alive(tmp_path: Path) -> None:
     assert watch.state is WatchState.CLOSED and exits == [] and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.heavy
 def test_what_has_not_begun_does_not_stall(tmp_path: Path) -> None:
     exits: list[int] = []
     with Watch(0.1, tmp_path, on_stall=exits.append) as watch:
@@ -287,6 +288,7 @@ def test_what_has_not_begun_does_not_stall(tmp_path: Path) -> None:
     assert watch.state is WatchState.STALLED and len(exits) == 1 and len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_awaited", [False, True])
 async def test_user_code_that_blocks_the_event_loop_is_named_with_its_line(
     caplog: pytest.LogCaptureFixture, is_awaited: bool

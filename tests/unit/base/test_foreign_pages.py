@@ -87,6 +87,7 @@ async def test_the_page_refuses_other_sites_on_every_route(token, tmp_path):
     assert not {where: status for where, status in found.items() if status not in (401, 403, 415)}
 
 
+@pytest.mark.heavy
 async def test_the_service_refuses_other_sites_on_every_route(tmp_path):
     async with hub(tmp_path) as app:
         found = await statuses(app, EVIL)

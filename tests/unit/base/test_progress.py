@@ -30,6 +30,7 @@ def reports(monkeypatch):
     os.close(writing)
 
 
+@pytest.mark.heavy
 def test_a_growing_file_is_reported_until_its_end(reports, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(status, "FIRST_SHOWN_S", 0.02)
     monkeypatch.setattr(status, "SHOWN_EVERY_S", 0.02)

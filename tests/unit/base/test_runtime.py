@@ -60,6 +60,7 @@ def test_a_process_without_room_for_a_large_heap_goes_on():
     assert done.stdout == "went on\n", done.stdout + done.stderr
 
 
+@pytest.mark.heavy
 def test_nothing_is_collected_while_importing_and_what_was_imported_is_never_searched() -> None:
     before = gc.get_freeze_count()
     with runtime.importing():

@@ -70,6 +70,7 @@ def test_a_prompt_that_is_remembered_is_the_one_that_would_be_rendered(renderer,
         found[:] = 0  # what is remembered is no one else's
 
 
+@pytest.mark.heavy
 @given(CONVERSATION)
 @settings(max_examples=40)
 def test_sampled_conversation_is_exactly_what_sft_trains(renderer, pairs):

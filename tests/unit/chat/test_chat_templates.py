@@ -483,6 +483,7 @@ def test_a_template_is_one_fact_for_renderer_and_exports(verb, key, path):
     assert section.template == cfg.tokenizer.chat_template == "chatml"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", get_args(Family))
 def test_a_model_of_every_family_with_a_template_has_a_renderer(family):
     renderer = build_renderer(byte_tokenizer(CHATML), RendererSection(), family)

@@ -470,6 +470,7 @@ def test_an_engine_says_what_it_drew_from_where_that_is_replayed(tmp_path):
     assert load(RLConfig, [*words, "--no-inference"]).inference is None
 
 
+@pytest.mark.heavy
 def test_a_process_takes_its_part_of_a_whole_runs_config(tmp_path):
     rl = tmp_path / "rl.toml"
     rl.write_text(

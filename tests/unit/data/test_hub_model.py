@@ -54,6 +54,7 @@ def digests(directory):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir() if path.is_file()}
 
 
+@pytest.mark.heavy
 def test_a_model_that_is_not_here_is_downloaded_whole_and_only_once(site, made):
     assert find_local(NAME) is None
     offer, lines = look_up(NAME), []
@@ -73,6 +74,7 @@ def test_a_model_that_is_not_here_is_downloaded_whole_and_only_once(site, made):
     assert look_up(NAME).missing_bytes == 0
 
 
+@pytest.mark.heavy
 def test_a_connection_that_breaks_is_resumed_within_the_file(site, made):
     site.num_breaks["model-00001-of-00002.safetensors"] = 2
     directory = fetch(NAME)
@@ -80,6 +82,7 @@ def test_a_connection_that_breaks_is_resumed_within_the_file(site, made):
     assert digests(directory)["model-00001-of-00002.safetensors"] == digests(made)["model-00001-of-00002.safetensors"]
 
 
+@pytest.mark.heavy
 def test_a_download_that_broke_off_goes_on_with_the_files_that_are_missing(site, made):
     (site.root / "models" / NAME / "model-00002-of-00002.safetensors").rename(site.root / "away")
     fetch_all = hub_model.look_up(NAME)
@@ -95,6 +98,7 @@ def test_a_download_that_broke_off_goes_on_with_the_files_that_are_missing(site,
     assert [line.rpartition("/")[2] for line in sent] == ["model-00002-of-00002.safetensors"]
 
 
+@pytest.mark.heavy
 def test_one_downloads_while_the_others_wait(site):
     lines, found = [], []
     with hub_model._download_lock(NAME, lines.append):
@@ -111,12 +115,14 @@ def test_one_downloads_while_the_others_wait(site):
     assert len(sent) == len(set(sent)) == 2
 
 
+@pytest.mark.heavy
 def test_a_tokenizer_is_downloaded_without_weights(site):
     directory = fetch(NAME, has_weights=False)
     assert (directory / "tokenizer.json").is_file() and not list(directory.glob("*.safetensors"))
     assert find_local(NAME) is None and find_local(NAME, has_weights=False) == directory
 
 
+@pytest.mark.heavy
 def test_a_disk_that_is_too_small_is_known_before(site, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(hub_model.shutil, "disk_usage", lambda _: usage(10, 0, 10))
@@ -125,6 +131,7 @@ def test_a_disk_that_is_too_small_is_known_before(site, monkeypatch):
     assert not any("resolve" in line for line in site.requests)
 
 
+@pytest.mark.heavy
 def test_what_the_hub_does_not_give_has_one_message_each(site, monkeypatch):
     with pytest.raises(ConfigError, match=r"'lab/none': no such directory, .*Hub"):
         fetch("lab/none")
@@ -146,6 +153,7 @@ def test_what_the_hub_does_not_give_has_one_message_each(site, monkeypatch):
         fetch(NAME)
 
 
+@pytest.mark.heavy
 def test_a_repository_without_safetensors_is_refused_before_the_download(site):
     for path in (site.root / "models" / NAME).glob("*.safetensors"):
         path.unlink()
@@ -153,6 +161,7 @@ def test_a_repository_without_safetensors_is_refused_before_the_download(site):
         fetch(NAME)
 
 
+@pytest.mark.heavy
 def test_offline_the_message_says_how_to_fetch_it(site, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     message = "the Hub is not reached: HF_HUB_OFFLINE is set.*network, `hf download lab/tiny` fetches it into"
@@ -161,6 +170,7 @@ def test_offline_the_message_says_how_to_fetch_it(site, monkeypatch):
     assert find_config(NAME) is None
 
 
+@pytest.mark.heavy
 def test_a_hub_that_is_not_reached_is_asked_for_a_config_once_and_without_delay(site, monkeypatch, caplog):
     site.status = 503
     num_before = len(site.requests)
@@ -171,6 +181,7 @@ def test_a_hub_that_is_not_reached_is_asked_for_a_config_once_and_without_delay(
     assert find_config(NAME) is not None
 
 
+@pytest.mark.heavy
 def test_a_dry_run_says_what_it_would_download_and_starts_nothing(site, monkeypatch):
     offer = look_up(NAME)
     shown = dry_run._of_hub(NAME)
@@ -193,6 +204,7 @@ def test_sizes_are_short():
     assert str(model) == "2 MB in 3 files, of which 1 MB are missing"
 
 
+@pytest.mark.heavy
 def test_the_index_decides_whether_a_snapshot_is_complete(site):
     directory = fetch(NAME)
     index = directory / "model.safetensors.index.json"
@@ -202,6 +214,7 @@ def test_the_index_decides_whether_a_snapshot_is_complete(site):
     assert find_local(NAME) is None
 
 
+@pytest.mark.heavy
 def test_a_hub_that_swallows_requests_is_waited_for_once_and_not_long(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody answers
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")

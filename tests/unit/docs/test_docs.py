@@ -30,6 +30,7 @@ def test_the_readme_links_to_nothing_that_is_not_stored():
     assert not [target for _, target in LINK.findall(text_of("README.md")) if Path(target).name in GENERATED]
 
 
+@pytest.mark.heavy
 def test_generated_pages_are_written_into_a_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["generated.py", str(tmp_path)])
     runpy.run_path(str(ROOT / "docs" / "site" / "generated.py"), run_name="__main__")

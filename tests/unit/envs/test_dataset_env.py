@@ -411,6 +411,7 @@ def test_what_a_request_cannot_change_is_refused_or_warned_about(file, module, c
     assert caplog.text.count("cache_salt, seed of a request inside `generate` has no effect") == 1
 
 
+@pytest.mark.heavy
 async def test_a_reply_may_take_longer_than_any_limit_of_the_http_library(monkeypatch):
     """Its default, five minutes, is lowered: the request would be sent again and again."""
     asked = []
@@ -455,6 +456,7 @@ async def test_a_samples_own_reward_function_comes_before_its_environments(rewar
     assert await env._reward_of(sample) == 0.75
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("status", [500, None])
 async def test_a_request_that_samples_is_never_sent_twice(status):
     asked = []

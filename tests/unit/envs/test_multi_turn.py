@@ -384,6 +384,7 @@ def gate():
     event.set()
 
 
+@pytest.mark.heavy
 async def test_calls_that_hang_do_not_block_others(gate):
     def hang() -> str:
         """Hangs."""
@@ -415,6 +416,7 @@ async def test_calls_that_hang_do_not_block_others(gate):
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.heavy
 def test_a_call_that_hangs_does_not_keep_the_process_alive():
     code = """
 import asyncio, threading

@@ -87,6 +87,7 @@ async def test_keep_freezes_requests_and_resume_lets_them_go_on():
         await late
 
 
+@pytest.mark.heavy
 async def test_wait_returns_when_all_are_done_and_holds_newcomers():
     async with running(build_engine()) as engine:
         task = asyncio.create_task(engine.generate(ask("r", [2, 3], **LONG)))
@@ -116,6 +117,7 @@ async def test_abort_ends_running_and_waiting_requests_with_what_they_have():
         assert (await engine.generate(ask("again", [2, 3], max_tokens=2))).completions[0].finish_reason == "length"
 
 
+@pytest.mark.heavy
 async def test_abort_by_id_leaves_the_others():
     async with running(build_engine()) as engine:
         tasks = {i: asyncio.create_task(engine.generate(ask(i, [2, 3], **LONG))) for i in ("a", "b")}
@@ -143,6 +145,7 @@ async def test_an_update_reaches_a_busy_engine_and_loses_no_request(tmp_path):
     assert bits(fresh.completions[0]) == bits(run(build_core(other), ask("new", [2, 3]))[0][0])
 
 
+@pytest.mark.heavy
 async def test_the_engine_decodes_while_weights_are_on_their_way(tmp_path, monkeypatch):
     """The receiver returns only when 30 tokens more were streamed: an engine that stands still meanwhile gives none."""
     manifest = FilesystemPublisher(tmp_path, keep_versions=2).publish(1, export_tensors(build_model(seed=1)))

@@ -237,6 +237,7 @@ def test_requests_are_served_in_order_of_arrival():
     assert [r.request_id for r in ended] == [r.request_id for r in requests]
 
 
+@pytest.mark.heavy
 def test_equal_salt_shares_blocks_and_another_salt_does_not():
     core = build_core(MODEL)
     ids = prompt(np.random.default_rng(7), 50)

@@ -297,6 +297,7 @@ async def test_a_stop_text_is_not_streamed_unless_it_came_too_early_to_count(sit
         assert "".join(event["choices"][0]["text"] for event in events) == choice["text"]
 
 
+@pytest.mark.heavy
 async def test_chat_completions_stop_at_the_turns_end_and_stream_the_same(site):
     body = {"messages": MESSAGES, "max_tokens": 40, "n": 4, "seed": 2, "logprobs": True, "return_token_ids": True}
     _, whole = await site.post(api.CHAT_COMPLETIONS, body)

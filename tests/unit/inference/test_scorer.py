@@ -79,6 +79,7 @@ def place(url):
     return FrozenModelPlace(base_url=url, timeout_s=60.0)
 
 
+@pytest.mark.heavy
 def test_scores_of_many_at_once_are_those_of_each_alone(reward_model):
     replies = ["abcd", "acbd", "dcba", "a", "abcdabcdabcd", ""]
 
@@ -96,6 +97,7 @@ def test_scores_of_many_at_once_are_those_of_each_alone(reward_model):
     assert num_passes < num_scored
 
 
+@pytest.mark.heavy
 def test_the_route_is_that_of_vllm(reward_model):
     async def ask():
         async with served(reward_model) as (_, url), ClientSession() as http, AsyncExitStack() as stack:
@@ -121,6 +123,7 @@ def test_the_route_is_that_of_vllm(reward_model):
     assert "either `messages` or `input`" in json.dumps(both[1])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("num_workers", [None, pytest.param(1, marks=pytest.mark.heavy)])
 def test_a_reward_by_name_is_the_score_also_in_worker_processes(reward_model, tmp_path, num_workers):
     path = tmp_path / "rows.jsonl"

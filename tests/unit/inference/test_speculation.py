@@ -78,12 +78,14 @@ def same_as_plain(drafting: EngineCore, plain: EngineCore, specs: list[GenerateR
     assert counts.num_accepted_tokens > len(specs) and counts.num_accepted_tokens < counts.num_draft_tokens
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("both_engines")
 def test_drafts_give_the_bits_of_plain_decoding():
     drafting, plain = both(enable_return_sampling_mask=True)
     same_as_plain(drafting, plain, mixture(60, 1), at_once=30)
 
 
+@pytest.mark.heavy
 def test_drafts_are_cut_to_the_memory_for_logits(monkeypatch):
     """Where not all drafts have room, the first ones are written, and tokens stay those of plain decoding."""
     vocab = build_core().model.config.vocab_size
@@ -114,6 +116,7 @@ def test_drafts_in_every_family(family):
     same_as_plain(drafting, plain, mixture(16, 2), at_once=16)
 
 
+@pytest.mark.heavy
 def test_drafts_with_little_cache_and_small_steps():
     """Preemptions, prompts in pieces, and drafts for which there is no block or no budget."""
     small = {"kv_cache_tokens": 320, "max_model_len": 128, "max_num_batched_tokens": 48, "block_size": 4}
@@ -122,6 +125,7 @@ def test_drafts_with_little_cache_and_small_steps():
     assert drafting.scheduler.counters.num_preemptions
 
 
+@pytest.mark.heavy
 def test_new_weights_in_the_middle():
     """A token has the version that sampled it, drafted or not, and is what that version samples."""
     old, new = build_model(0), build_model(1)
@@ -200,6 +204,7 @@ def test_an_engine_without_speculation_has_no_speculator():
     assert build_core().speculator is None
 
 
+@pytest.mark.heavy
 def test_stop_texts_end_in_the_middle_of_a_draft():
     """With a decoder that gives each token a letter, replies end at the same token for the same text."""
     decode = lambda ids: "".join(chr(97 + i % 26) for i in ids)

@@ -96,6 +96,7 @@ def test_a_wish_that_is_refused_is_taken_back(run: RunDir) -> None:
     assert json.loads(path.read_text()) == wish
 
 
+@pytest.mark.heavy
 def test_an_engine_that_does_not_answer_is_told_with_what_becomes_of_the_wish(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

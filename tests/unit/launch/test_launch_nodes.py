@@ -83,6 +83,7 @@ def config(tmp_path: Path, *words: str, text: str = TOML) -> RLConfig:
     return load(RLConfig, ["@", str(file), "--output-dir", str(tmp_path / "out"), *words])
 
 
+@pytest.mark.heavy
 def test_the_example_of_the_documents_has_eighteen_inference_nodes_and_three_routers(tmp_path):
     cfg = config(tmp_path, "--dry-run")
     plan = plan_nodes(cfg, cfg.run_dir)

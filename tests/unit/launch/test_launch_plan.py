@@ -597,6 +597,7 @@ def test_a_live_run_has_one_launcher(tmp_path: Path) -> None:
     rundir.claim(run, resume=True, step=None, clean=False).close()
 
 
+@pytest.mark.heavy
 def test_children_that_outlive_their_launcher_keep_the_claim_until_they_end(tmp_path: Path) -> None:
     code = f"""
 import os, subprocess, sys

@@ -225,6 +225,7 @@ def test_any_rewards_can_be_drawn(tmp_path: Path, rewards: list[float]) -> None:
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.heavy
 def test_a_finished_run_ends_with_result_curve_directory_and_three_commands(finished: LaunchPlan) -> None:
     text = report.ending(finished, is_complete=True, stopped_early=False)
     assert "held-out reward, sampled  0.100 -> 0.970" in text and "time                      1m01s" in text

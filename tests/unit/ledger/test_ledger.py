@@ -348,6 +348,7 @@ def test_a_second_writer_is_refused(run_dir: RunDir) -> None:
     Ledger(run_dir).close()
 
 
+@pytest.mark.heavy
 def test_damaged_pages_give_one_message_in_every_method(run_dir: RunDir) -> None:
     steps(run_dir, 40).close()
     whole = run_dir.ledger.read_bytes()

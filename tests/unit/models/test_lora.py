@@ -183,6 +183,7 @@ def test_an_adapter_is_read_back_and_merges_into_a_checkpoint(shape, tmp_path):
     assert all(torch.equal(base[name], again[name]) for name in base), "the files' pages are not written to"
 
 
+@pytest.mark.heavy
 def test_a_bfloat16_policy_has_float32_masters_of_its_adapter():
     policy = build_policy().to(torch.bfloat16)
     learner = trained(policy, dtype="bfloat16", lr=1e-3)
@@ -300,6 +301,7 @@ def test_an_adapter_of_another_model_is_refused():
     Adapter.of(with_random_adapter(build_policy())).check(shapes)
 
 
+@pytest.mark.heavy
 def test_training_with_an_adapter_lowers_the_loss():
     learner = build_learner(build_policy(), lr=3e-2)
     batch = [pack([doc | {"ce_weights": doc["loss_mask"].astype(np.float32)} for doc in documents(1)])]

@@ -25,6 +25,7 @@ def heartbeat(url: str, min_interval_s: float) -> HeartbeatMonitor:
     return HeartbeatMonitor(section, Source(RunDir("run"), "trainer", "run", None))
 
 
+@pytest.mark.heavy
 def test_a_heartbeat_is_sent_after_a_step_but_at_most_once_per_interval():
     requests = []
 
@@ -55,6 +56,7 @@ def test_a_service_that_does_not_answer_is_named_once(caplog):
     assert caplog.text.count("monitors.heartbeat.url") == 1
 
 
+@pytest.mark.heavy
 def test_monitors_without_tables_and_histograms_ignore_them_and_stay_on(tmp_path: Path, caplog):
     heartbeat = HeartbeatSection(url=f"http://127.0.0.1:{free_port()}/")
     section = MonitorsSection(heartbeat=heartbeat, prometheus=PrometheusSection(port=free_port()))
@@ -65,6 +67,7 @@ def test_monitors_without_tables_and_histograms_ignore_them_and_stay_on(tmp_path
     assert "is off from now on" not in caplog.text
 
 
+@pytest.mark.heavy
 def test_prometheus_reads_the_latest_metrics(tmp_path: Path):
     port = free_port()
     section = MonitorsSection(prometheus=PrometheusSection(port=port))

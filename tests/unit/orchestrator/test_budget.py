@@ -39,6 +39,7 @@ def steps_of(loop):
     return [row for row in read_metrics(loop.parts.run_dir.metrics("orchestrator")) if "time/step" in row]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("level", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_hours_are_held_within_one_step(tmp_path, level, seed):
@@ -72,6 +73,7 @@ def test_costs_are_the_prices_of_hours_and_tokens(tmp_path):
     assert abs(rows[-1]["budget/cost"] - 3.0) <= step and "budget.max_cost = 3" in loop.stopped_because
 
 
+@pytest.mark.heavy
 def test_starts_are_added_up_with_what_a_resume_takes_back_and_a_larger_budget_goes_on(tmp_path):
     first, trainer = run(tmp_path, budget={"max_hours": 100 / HOUR_S})
     used = used_before(first.parts.run_dir, Progress())

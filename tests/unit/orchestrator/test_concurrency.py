@@ -65,6 +65,7 @@ def test_missing_metrics_give_no_load():
 loads = st.builds(EngineLoad, st.floats(0, 1), st.floats(0, 50), st.floats(0, 5))
 
 
+@pytest.mark.heavy
 @given(st.lists(loads, max_size=60), st.integers(1, 300))
 def test_the_limit_stays_between_its_bounds(seen, upper_bound):
     limit = build_limit(upper_bound=upper_bound)

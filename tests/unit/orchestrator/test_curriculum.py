@@ -174,6 +174,7 @@ def test_pools_are_the_same_whoever_finishes_first(tmp_path):
     assert run_once("a", None) == run_once("b", lambda request: rng.random())
 
 
+@pytest.mark.heavy
 def test_a_resumed_run_draws_as_one_that_was_never_interrupted(tmp_path):
     whole, trainer = pooled(tmp_path / "a"), FakeTrainer(max_steps=6)
     loop = train(whole, FakeEngine(by_number), trainer)

@@ -29,6 +29,7 @@ from stretto.transports.engine.chat import ChatClient
 # -- estimators --
 
 
+@pytest.mark.heavy
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
 def test_the_estimators_are_means_over_all_choices_of_k(numbers):
     n, solved, k = numbers

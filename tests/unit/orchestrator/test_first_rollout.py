@@ -147,6 +147,7 @@ def test_sft_rows_with_another_signature_get_a_sentence(look):
         sft_screen("scores:Swapped", 100)
 
 
+@pytest.mark.heavy
 def test_a_score_that_blocks_is_told_with_file_and_line(look):
     notes = " ".join(look(score="__import__('time').sleep(2.5) or 1.0").notes)
     assert re.search(r"\S+:\d+ in \S+ has blocked the event loop for \d\.\d s", notes), notes

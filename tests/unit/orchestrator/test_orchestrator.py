@@ -140,6 +140,7 @@ def test_no_batch_is_older_than_the_bound_whatever_takes_long(tmp_path_factory, 
                     assert row["first_version"] == step - 1
 
 
+@pytest.mark.heavy
 def test_synchronous_runs_train_the_same_whatever_order_groups_finish_in(tmp_path):
     def run_once(name, delay):
         cfg = config(tmp_path / name, max_async_level=0, max_steps=4, batch_size=16)
@@ -154,6 +155,7 @@ def test_synchronous_runs_train_the_same_whatever_order_groups_finish_in(tmp_pat
     assert at_once == shuffled == reversed_order
 
 
+@pytest.mark.heavy
 def test_asynchronous_runs_overlap_generation_with_training(tmp_path):
     def wall(name, level):
         cfg = config(tmp_path / name, max_async_level=level, max_steps=20, filter_zero_advantages=False)

@@ -268,6 +268,7 @@ def group_of(group: int, num: int, prompt: int, reply: int) -> list[TrainSample]
     return found
 
 
+@pytest.mark.heavy
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=8),
     st.integers(1, 3),

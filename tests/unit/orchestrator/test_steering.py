@@ -83,6 +83,7 @@ def test_a_steered_run_is_nearly_as_fast_as_the_best_level_and_no_slower_than_th
     assert decisions(loop) and not audit(loop.parts.run_dir)
 
 
+@pytest.mark.heavy
 def test_each_decision_is_a_row_and_the_level_of_the_steps_after_it(tmp_path):
     _, loop = run(tmp_path, 7, 1, {"max_level": 6, "interval": 4}, **TASKS["slow rollouts"], steps=60)
     rows = decisions(loop)
@@ -94,6 +95,7 @@ def test_each_decision_is_a_row_and_the_level_of_the_steps_after_it(tmp_path):
         assert steps[row["step"]]["steering/effective_tokens_per_s"] == row["effective_tokens_per_s"]
 
 
+@pytest.mark.heavy
 def test_a_resumed_run_goes_on_at_its_level(tmp_path):
     task = TASKS["slow rollouts"]
     _, first = run(tmp_path, 7, 1, {"interval": 4}, **task, steps=30)

@@ -206,6 +206,7 @@ def test_missing_cut_and_surplus_frames_are_refused() -> None:
             decode(wrong, TrainBatch)
 
 
+@pytest.mark.heavy
 @settings(max_examples=150)
 @given(data=st.data())
 def test_damaged_frames_never_crash(data: st.DataObject) -> None:

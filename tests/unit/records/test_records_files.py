@@ -25,6 +25,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 @given(start=ends, stop=ends)
 def test_a_slice_is_what_python_cuts(folder, name, start, stop):

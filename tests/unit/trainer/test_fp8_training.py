@@ -76,6 +76,7 @@ def test_an_adapter_trains_beside_8_bit_weights(shape):
     assert 0.9 < torch.cosine_similarity(*together, dim=0) < 0.9999
 
 
+@pytest.mark.heavy
 def test_a_policy_in_8_bits_learns_a_text():
     falls = {}
     for fp8 in ("reference", False):

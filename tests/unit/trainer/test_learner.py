@@ -372,6 +372,7 @@ def test_bfloat16_keeps_float32_masters():
     assert master.dtype is torch.float32 and torch.equal(master.bfloat16(), policy.output_weight)
 
 
+@pytest.mark.heavy
 def test_bfloat16_sums_gradients_of_micro_batches_in_float32():
     docs = documents()
     learner = build_learner(build_policy().to(torch.bfloat16), dtype="bfloat16")

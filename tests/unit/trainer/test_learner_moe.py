@@ -41,6 +41,7 @@ def mismatch(policy, mb, **settings):
     return learner.optim_step()["mismatch_kl/mean"]
 
 
+@pytest.mark.heavy
 def test_replay_closes_the_gap_that_other_choices_open():
     policy = build_moe()
     mb = sampled(perturbed(policy, 0.2))
@@ -53,6 +54,7 @@ def test_replay_closes_the_gap_that_other_choices_open():
     assert mismatch(perturbed(policy, 0.0), same, enable_router_replay=True) < 1e-7
 
 
+@pytest.mark.heavy
 def test_replay_closes_most_of_the_gap_of_an_engine_in_bfloat16():
     policy = build_moe()
     mb = sampled(perturbed(policy, 0.0).to(torch.bfloat16), num=24)
@@ -61,6 +63,7 @@ def test_replay_closes_most_of_the_gap_of_an_engine_in_bfloat16():
     assert 0 < with_replay < without
 
 
+@pytest.mark.heavy
 def test_replaying_its_own_choices_changes_no_gradient_and_routers_get_one():
     policy = build_moe()
     mb = sampled(policy)
@@ -88,6 +91,7 @@ def test_forced_choices_are_used_and_gates_are_their_scores():
     assert mixtures(policy)["model.layers.0.mlp"].gate.weight.grad[[7, 3]].abs().sum() > 0
 
 
+@pytest.mark.heavy
 def test_sharing_prompts_does_not_mix_choices():
     """Two samples of one prompt, routed differently for each: sharing must not mix their choices."""
     policy = build_moe()
@@ -310,6 +314,7 @@ def test_routers_work_in_float32_whatever_the_dtype():
     torch.testing.assert_close(gates.double(), normed, atol=2**-9, rtol=0)
 
 
+@pytest.mark.heavy
 def test_choices_are_dropped_where_the_trainer_does_not_replay():
     policy = build_moe()
     mb = sampled(perturbed(policy, 0.2), num=2)

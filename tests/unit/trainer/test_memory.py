@@ -82,6 +82,7 @@ def test_what_is_computed_again_is_the_same_to_the_bit(ac, kind, dtype):
     assert_equal(train(shape, {"ac": ac}, **settings), train(shape, **settings))
 
 
+@pytest.mark.heavy
 def test_dropout_of_an_adapter_is_the_same_when_computed_again():
     lora = LoRASection(rank=4, dropout=0.5)
     torch.manual_seed(0)

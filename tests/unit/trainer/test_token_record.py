@@ -78,6 +78,7 @@ def test_without_a_limit_every_step_stays(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"step_1.bin", "step_2.bin", "step_3.bin"}
 
 
+@pytest.mark.heavy
 def test_files_stay_within_their_bytes_also_those_of_an_earlier_process(tmp_path):
     for step in (1, 2):
         record(tmp_path, [[pack(documents(each))] for each in range(1, 3 * step)], keep_bytes=1500)

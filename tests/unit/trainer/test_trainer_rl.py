@@ -142,6 +142,7 @@ def straight(tmp_path_factory):
     return cfg, asyncio.run(orchestrate(cfg))
 
 
+@pytest.mark.heavy
 def test_every_version_is_published_in_order_after_its_step(straight):
     _, seen = straight
     assert seen.error is None
@@ -236,6 +237,7 @@ def providers(tmp_path, monkeypatch):
     return name
 
 
+@pytest.mark.heavy
 async def test_a_provider_of_the_stock_model_trains_the_same_bits(straight, tmp_path, providers):
     seen = await orchestrate(build_config(tmp_path, hooks={"model": f"{providers}:stock"}))
     assert seen.error is None and seen.versions == straight[1].versions
@@ -300,6 +302,7 @@ def test_checkpoints_and_weights_lie_where_they_belong(straight):
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {p.name for p in run.latest_weights.iterdir()}
 
 
+@pytest.mark.heavy
 async def test_a_resumed_run_publishes_the_same_bits(straight):
     cfg, seen = straight
     again = TrainerConfig.model_validate(cfg.model_dump() | {"resume": {"step": 2}})
@@ -352,6 +355,7 @@ async def test_a_bad_batch_ends_the_trainer_with_its_reason(tmp_path):
     assert seen.messages[-1] == "Failed"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("interval", [None, 1])
 async def test_weights_that_are_not_finite_stop_the_run_and_replace_no_checkpoint(tmp_path, interval):
     broadcast = {"type": "filesystem", "canary_interval": interval}
@@ -376,6 +380,7 @@ async def test_a_wait_for_a_batch_ends_and_says_for_what(tmp_path):
     assert "no batch for step 1 within batch_timeout_s = 0.3" in str(seen.error)
 
 
+@pytest.mark.heavy
 async def test_trainer_and_orchestrator_must_continue_from_the_same_step(tmp_path):
     cfg = build_config(tmp_path, batch_timeout_s=0.3)
     with pytest.raises(ConfigError, match=r"orchestrator .*step 7, .*trainer .*step 0"):
@@ -430,6 +435,7 @@ async def test_every_trained_token_can_be_written_down(tmp_path):
     assert all(len(line["trainer_logprob"]) == len(line["position"]) for line in lines)
 
 
+@pytest.mark.heavy
 async def test_the_run_says_how_many_bytes_of_trained_tokens_it_keeps(tmp_path):
     kept = {}
     for name, most in (("all", None), ("some", 1500)):
@@ -450,6 +456,7 @@ def test_tokens_of_steps_that_are_undone_are_forgotten(tmp_path):
     assert left == ["rank_1/step_1.jsonl", "rank_1/step_2.jsonl", "step_1.jsonl", "step_2.jsonl", "step_notes.jsonl"]
 
 
+@pytest.mark.heavy
 async def test_a_step_that_is_trained_again_is_written_down_once(tmp_path):
     cfg = build_config(tmp_path, enable_token_export=True, max_steps=4)
     await orchestrate(cfg, stop_after=3)

@@ -209,6 +209,7 @@ def test_several_updates_are_one_step_and_equal_the_same_updates_by_hand():
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.heavy
 def test_more_updates_than_samples_are_warned_about_once(caplog):
     section = TrainerSection(loss=PpoLoss(), updates_per_step=64)
     updates = Updates(build_learner(loss=PpoLoss()), section)
@@ -374,6 +375,7 @@ def test_a_batch_that_is_distilled_as_a_whole_leaves_the_critic_alone():
     assert "critic/value_loss" in updates.train([mb])
 
 
+@pytest.mark.heavy
 def test_a_resumed_critic_continues_bit_for_bit(tmp_path):
     run, mb = RunDir(tmp_path), pack(scored())
     learner = build_learner(loss=PpoLoss(), critic=build_critic())
@@ -421,6 +423,7 @@ def test_a_language_model_becomes_a_critic_that_says_zero_and_a_classifier_is_re
         load_critic(tmp_path / "classifier", dtype=torch.float32)
 
 
+@pytest.mark.heavy
 def test_the_policys_schedule_begins_with_the_first_step_that_trains_it(tmp_path):
     section = CriticSection(num_critic_only_steps=3)
     scheduler = LinearScheduler(warmup_steps=4, decay_steps=2)
@@ -638,6 +641,7 @@ def test_a_loss_from_logits_is_the_built_in_one(named, reduction):
     assert not torch.allclose(own, start, atol=1e-4), "it has trained"
 
 
+@pytest.mark.heavy
 def test_a_reducer_of_means_is_the_reduction_by_sample_and_one_of_sums_that_by_token(named):
     batches = [[batch_of(seed), batch_of(seed + 7)] for seed in range(3)]
     for reduction in ("sample", "token"):

@@ -411,6 +411,7 @@ async def one_engine(**settings):
     await server.runner.cleanup()
 
 
+@pytest.mark.heavy
 async def test_the_only_engine_that_ends_within_an_update_is_waited_for_and_its_refusal_is_not():
     async with one_engine(liveness_interval_s=3600.0) as (client, server):
         server.refusals = 1
@@ -425,6 +426,7 @@ async def test_the_only_engine_that_ends_within_an_update_is_waited_for_and_its_
         assert client.num_ready == 1 and server.versions[-1] == 2
 
 
+@pytest.mark.heavy
 async def test_an_engine_whose_connection_broke_is_checked_at_once_and_let_in_soon_after_it_is_back():
     async with one_engine(liveness_interval_s=3600.0) as (client, server):
         await client.update_weights(version(1))
@@ -484,6 +486,7 @@ async def test_an_engine_that_loads_slowly_stays_up():
         assert [server.versions for server in servers] == [[1], [1]]
 
 
+@pytest.mark.heavy
 async def test_an_engine_that_waits_for_one_that_failed_is_given_up_until_its_wait_ends():
     async with two_engines(liveness_timeout_s=0.3) as (client, servers):
         servers[0].refusals = 1
@@ -543,6 +546,7 @@ async def test_a_request_on_an_engine_that_goes_down_is_answered_by_another():
         assert completion.token_ids.tolist() == [1] and servers[1 - stuck].generated == 1
 
 
+@pytest.mark.heavy
 async def test_nodes_of_one_engine_go_down_and_come_back_together():
     """Neither stops for an update alone: weights for one of them would wait for the other for ever."""
     async with two_engines(together=set(), timeout_s=5.0) as (client, servers):
@@ -620,6 +624,7 @@ async def test_the_only_engine_that_is_up_cannot_be_drained():
         assert client.fleet.ready() == [client.urls[1]]
 
 
+@pytest.mark.heavy
 async def test_what_runs_on_a_drained_engine_that_falls_silent_is_sent_to_another():
     async with two_engines(liveness_interval_s=60.0, liveness_timeout_s=0.2) as (client, servers):
         for server in servers:

@@ -249,6 +249,7 @@ async def test_a_full_engine_makes_the_client_wait_and_costs_no_attempt(site, no
         assert all(len(one[0].token_ids) == 2 for one in await asyncio.gather(*tasks))
 
 
+@pytest.mark.heavy
 async def test_an_engine_that_is_full_for_ever_is_given_up():
     async def full(_: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "too many"}}, status=429)
@@ -288,6 +289,7 @@ async def test_log_probabilities_that_are_not_finite_are_an_error(site):
             await client.generate(small(0))
 
 
+@pytest.mark.heavy
 async def test_a_full_engine_does_not_fail_a_canary(site, no_traceback):
     async with EngineClient([site.url], api_key="secret", max_retries=0) as client:
         await client._all("POST", f"{api.PAUSE}?mode=keep")

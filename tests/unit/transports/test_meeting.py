@@ -101,6 +101,7 @@ def test_a_network_that_every_machine_has_is_not_the_orchestrators(
     assert found.control.host == tried[-1] and found.weight_broadcast.type == "filesystem"
 
 
+@pytest.mark.heavy
 def test_a_trainer_waits_for_its_orchestrator_and_says_what_is_missing(
     trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_trainer_waits_for_its_orchestrator_and_says_what_is_missing(
     assert "waiting for an orchestrator" in caplog.text
 
 
+@pytest.mark.heavy
 def test_what_answers_at_the_default_port_is_not_taken_for_the_orchestrator_of_this_run(
     trainer, monkeypatch: pytest.MonkeyPatch, listener: int
 ) -> None:
@@ -121,6 +123,7 @@ def test_what_answers_at_the_default_port_is_not_taken_for_the_orchestrator_of_t
     assert (typed.control.host, typed.control.port) == ("127.0.0.1", listener)
 
 
+@pytest.mark.heavy
 def test_a_file_of_an_orchestrator_that_is_gone_is_named(orchestrator, trainer) -> None:
     announce(at_all_addresses(orchestrator("--control.port", str(free_port()))))
     with pytest.raises(EngineError, match="did not answer"):

@@ -68,6 +68,7 @@ def test_a_stale_block_and_exchanged_blocks_are_noticed():
             assert checksum_of_bytes(exchanged) != checksum_of_bytes(new)
 
 
+@pytest.mark.heavy
 def test_missing_and_added_bytes_are_noticed_even_if_they_are_zero():
     data = weights(0) + bytes(64)
     found = {checksum_of_bytes(data + bytes(more)) for more in (0, 1, 8, 64, BLOCK)}

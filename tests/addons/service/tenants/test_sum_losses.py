@@ -169,6 +169,7 @@ def test_all_log_probabilities_are_those_of_a_learner():
     np.testing.assert_allclose(found, learner.logprobs(mb)[0], atol=1e-5)
 
 
+@pytest.mark.heavy
 def test_the_reference_of_an_adapter_is_the_model_without_it():
     loss = DefaultLoss(reference_kl=ReferenceKlSection(coef=0.1))
     case = type(CASE)(CASE.spec, {"type": "default", "reference_kl": {"coef": 0.1}})

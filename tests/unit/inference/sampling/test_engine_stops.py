@@ -82,6 +82,7 @@ def test_logits_are_adjusted_as_the_definition_says():
             np.testing.assert_allclose(row.numpy(), np.array(expected, np.float32), rtol=1e-6)
 
 
+@pytest.mark.heavy
 def test_requests_with_adjustments_change_no_other_request():
     rng, model = np.random.default_rng(2), build_model(1)
     plain = [ask(f"p{i}", prompt(rng, 5 + i), n=2, max_tokens=20) for i in range(3)]

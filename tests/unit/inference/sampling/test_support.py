@@ -324,6 +324,7 @@ def test_a_bandit_learns_from_cuts_that_are_replayed(name):
     assert before < 0.5 and taught(BANDITS[name], is_replayed=True) > 0.9
 
 
+@pytest.mark.heavy
 def test_a_bandit_learns_nothing_where_every_sample_is_rejected_for_its_cut():
     loss = BANDITS["reinforce, geometric rejection"]
     before = taught(loss, is_replayed=False, num_steps=0)

@@ -15,6 +15,7 @@ def resident() -> int:
     return psutil.Process().memory_info().rss
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("keeps", [True, False])
 def test_the_memory_is_given_back_and_contents_that_are_kept_return(keeps, tmp_path):
     tensors = [torch.arange(n * MIB // 4, dtype=torch.float32) + 1 for n in (8, 16, 24)]

@@ -115,6 +115,7 @@ async def test_a_flood_of_images_is_refused_beyond_a_bound_in_bytes_and_served_l
         assert served == [200] * len(bodies)
 
 
+@pytest.mark.heavy
 async def test_the_client_waits_while_images_fill_an_engine(directory, request_of):
     requests = noise(request_of, 12)
     size = len(api.encode_generate(requests[0], "tiny"))

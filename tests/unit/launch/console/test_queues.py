@@ -63,6 +63,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
         yield run
 
 
+@pytest.mark.heavy
 def test_requests_are_counted_by_engine_and_role(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks of one engine are added up, and one that does not answer is said."""
     assert main(["status", str(run)]) == 0
@@ -72,6 +73,7 @@ def test_requests_are_counted_by_engine_and_role(run: RunDir, capsys: pytest.Cap
     )
 
 
+@pytest.mark.heavy
 def test_a_key_that_is_not_the_runs_is_said_and_one_of_the_environment_is_used(run, monkeypatch) -> None:
     key = load_secret(run).text_key("inference.api_key")
     run.secret.unlink()

@@ -80,6 +80,7 @@ def test_every_wire_carries_weights_in_8_bits_to_the_byte(wire, has_changes_only
             import_module("stretto_broadcast.host_copy").close_all()
 
 
+@pytest.mark.heavy
 def test_the_canary_takes_rounding_for_rounding_and_other_weights_for_a_fault(quantised, engine, tmp_path):
     layout = hub.load_layout(quantised)
     learner = build_learner(build_policy(seed=4, **SHAPE))

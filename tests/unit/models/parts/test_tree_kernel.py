@@ -52,6 +52,7 @@ def test_blocks_are_skipped_whole_or_masked_as_the_dense_mask_says(name, window)
     assert (by_token.numpy() == seen).all()
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("name", TREES)

@@ -72,6 +72,7 @@ def test_a_run_that_gets_better_is_trained_to_its_end(tmp_path):
     assert loop.progress.step == 2 and loop.stopped_because is None
 
 
+@pytest.mark.heavy
 def test_the_best_versions_weights_stay_when_its_export_is_deleted(tmp_path):
     cfg, loop = evaluated(tmp_path, keep_best=True)
     assert loop.progress.step == 8
@@ -129,6 +130,7 @@ def test_a_best_version_whose_step_was_taken_back_stays_if_nothing_can_replace_i
     assert "is version 2, whose step was taken back" in caplog.text
 
 
+@pytest.mark.heavy
 def test_early_stop_counts_the_evals_before_a_resume(tmp_path):
     evaluated(tmp_path, max_steps=4)
     _, loop = evaluated(tmp_path, start=4, early_stop={"patience": 3})

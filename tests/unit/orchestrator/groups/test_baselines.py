@@ -116,6 +116,7 @@ def digit(prompt, rng, version):
     return str(rng.randrange(10))
 
 
+@pytest.mark.heavy
 def test_a_resumed_run_has_the_baselines_of_an_unbroken_one(tmp_path):
     settings = {
         "env": [{"id": "test_baselines:Duel", "name": "duel"}],

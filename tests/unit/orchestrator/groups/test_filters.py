@@ -95,6 +95,7 @@ tokens = st.lists(
 )
 
 
+@pytest.mark.heavy
 @settings(max_examples=60)
 @given(tokens, st.integers(1, 6), st.integers(0, 20), st.floats(0, 3))
 def test_filters_flag_what_their_slow_references_flag(tokens, window, threshold, offset):

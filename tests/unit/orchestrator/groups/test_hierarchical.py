@@ -83,6 +83,7 @@ table = st.lists(
 )
 
 
+@pytest.mark.heavy
 @given(table, st.booleans())
 def test_the_rule_equals_its_formula(rows, is_within_episode):
     rewards = np.array([[r for r, _ in row] for row in rows])

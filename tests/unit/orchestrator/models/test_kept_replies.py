@@ -71,6 +71,7 @@ def test_a_process_that_was_killed_has_kept_every_reply_that_it_got(tmp_path):
     assert [body["messages"][0]["content"] for body in judge.bodies] == list("abcde")
 
 
+@pytest.mark.heavy
 def test_a_later_start_has_the_replies_also_from_another_port_and_no_more_of_them_than_cache_size(tmp_path):
     judge = Judge("1")
     assert asked_in(tmp_path, "abcab", judge, cache_size=3) == [False] * 3 + [True] * 2

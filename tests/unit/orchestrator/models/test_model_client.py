@@ -134,6 +134,7 @@ def test_a_rollout_that_is_cancelled_leaves_its_request_to_those_who_wait_for_th
     assert asked(judge, ask) == "1" and len(judge.bodies) == 1
 
 
+@pytest.mark.heavy
 def test_a_request_that_fails_after_its_rollout_was_cancelled_is_asked_again():
     async def ask(client: ModelClient):
         first = asyncio.create_task(client.chat(ASK))
@@ -207,12 +208,14 @@ def test_requests_per_minute_spaces_the_requests():
     assert time.monotonic() - began >= 3 * 60 / 1200
 
 
+@pytest.mark.heavy
 def test_too_many_requests_are_asked_again_after_the_time_that_the_server_names():
     judge, began = Judge((429, 0.4), (503, 0.1), "1"), time.monotonic()
     assert asked(judge, lambda client: client.chat(ASK), max_retries=0).text == "1"
     assert time.monotonic() - began >= 0.5
 
 
+@pytest.mark.heavy
 def test_a_server_that_stays_full_fails_after_timeout_s_with_its_last_answer():
     with pytest.raises(EngineError, match=r"no reply in 0.5 s.*429.*busy"):
         asked(Judge((429, 0.1)), lambda client: client.chat(ASK), timeout_s=0.5)

@@ -124,6 +124,7 @@ def test_a_resumed_run_trains_the_same_images(tmp_path, renderer, end):
     assert audit(cfg.run_dir) == []
 
 
+@pytest.mark.heavy
 def test_images_that_a_power_cut_took_are_written_again_with_the_groups_that_show_them(tmp_path, renderer):
     cfg = config(tmp_path)
     run_once(cfg, renderer)
@@ -139,6 +140,7 @@ def test_images_that_a_power_cut_took_are_written_again_with_the_groups_that_sho
     assert audit(cfg.run_dir) == []
 
 
+@pytest.mark.heavy
 def test_pixels_are_in_the_ledger_once_and_come_back_with_the_group(tmp_path, renderer):
     cfg = config(tmp_path)
     run_once(cfg, renderer)

@@ -69,6 +69,7 @@ def slow_engine() -> FakeEngine:
     return FakeEngine(parrot(1.0), delay=lambda request: 1.0 if len(request.prompt_ids) < 6 else 100.0)
 
 
+@pytest.mark.heavy
 def test_lost_sandboxes_change_no_advantage_of_healthy_members() -> None:
     rng = random.Random(5)
     for index in range(40):

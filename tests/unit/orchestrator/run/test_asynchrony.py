@@ -57,6 +57,7 @@ def play(path, level, **settings):
     return trainer.ends, drawn, trained, loop
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("level", "oldest"), [(1, 4), (2, 8), (4, 8), (4, 30)])
 def test_batches_of_whoever_is_done_are_as_fast_as_their_rules_allow_and_leave_nothing_out(
     tmp_path, monkeypatch, level, oldest
@@ -75,6 +76,7 @@ def test_batches_of_whoever_is_done_are_as_fast_as_their_rules_allow_and_leave_n
     assert all(row["time/wait_for_late"] >= 0 for row in rows if "time/step" in row)
 
 
+@pytest.mark.heavy
 def test_no_batch_waits_for_a_straggler_that_a_later_one_can_take(tmp_path):
     in_order, *_ = play(tmp_path / "dispatch", 2)
     as_done, *_ = play(tmp_path / "finished", 2, batch_order="finished", max_off_policy_steps=30)

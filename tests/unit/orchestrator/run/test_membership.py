@@ -140,6 +140,7 @@ async def test_a_router_that_does_not_answer_is_waited_for_by_nobody() -> None:
         assert list(client.fleet.nodes) == [A, B] and client.fleet.ready() == [A, B]
 
 
+@pytest.mark.heavy
 async def test_a_router_has_an_engine_that_joins_or_leaves_on_its_list_while_it_is_ready() -> None:
     router = Router(A, B)
     async with behind(router) as client:
@@ -174,6 +175,7 @@ def test_two_names_of_one_engine_that_are_added_at_once_are_one_engine(tmp_path:
     ledger.close()
 
 
+@pytest.mark.heavy
 def test_an_engine_behind_a_router_is_leaving_until_its_replies_have_ended(tmp_path: Path) -> None:
     run, ledger = RunDir(tmp_path), Ledger(RunDir(tmp_path))
     run.engines.mkdir()
@@ -224,6 +226,7 @@ def test_after_a_resume_an_engine_that_had_left_is_on_the_list_of_its_router_aga
     ledger.close()
 
 
+@pytest.mark.heavy
 async def test_an_engine_behind_a_router_that_fails_to_answer_once_still_ends_its_replies() -> None:
     answers: list[float | Exception] = [2.0, EngineError("HTTP 503"), 2.0, 0.0, 0.0, *[EngineError("refused")] * 9]
 

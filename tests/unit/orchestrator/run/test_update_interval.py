@@ -35,6 +35,7 @@ def ends(seed, interval, *, max_steps, start=0):
     return engine, trainer
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("level", "interval", "more"),
     [
@@ -60,6 +61,7 @@ def test_tokens_are_of_every_kth_version_and_no_older_than_the_level_allows(tmp_
     assert audit(cfg.run_dir) == []
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["stop_at", "kill_at"])
 @pytest.mark.parametrize("seconds", [11.0, 13.0, 15.0, 17.0, 19.0])
 def test_a_run_goes_on_from_any_phase_of_the_interval(tmp_path, kind, seconds):

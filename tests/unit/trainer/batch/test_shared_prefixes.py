@@ -148,6 +148,7 @@ def test_a_users_loss_sees_the_logits_of_every_sample():
         torch.testing.assert_close(found[0][name], gradient, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.heavy
 def test_adapters_and_a_whole_run_of_steps():
     mbs = [pack(branches(seed)) for seed in range(3)]
     results = []
