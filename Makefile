@@ -69,7 +69,7 @@ test-fast: $(VENV)/installed-dev
 WITHOUT := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python scripts/without.py
 IN_WORKERS := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test-core: $(VENV)/installed-dev
-	$(WITHOUT) all -- $(IN_WORKERS) -m "not slow and not heavy" $(or $(ARGS),tests/unit)
+	$(WITHOUT) all -- $(IN_WORKERS) $(or $(ARGS),tests/unit)
 
 test-without: $(VENV)/installed-dev
 	$(WITHOUT) $(ADDON) -- $(IN_WORKERS) $(or $(ARGS),tests/addons tests/unit)

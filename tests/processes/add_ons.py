@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -20,8 +21,22 @@ def needs(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"without {', '.join(missing)}")
 
 
+def missing_verbs() -> dict[str, str]:
+    """The verbs of add-ons that are not installed, with their packages."""
+    known = [(addons.registered(group), addons.offers(group)) for group in ("stretto.verbs", "stretto.config_verbs")]
+    return {
+        verb: addons.package_of(path) for all_, offered in known for verb, path in all_.items() if verb not in offered
+    }
+
+
 def skip_without_verb(verb: str) -> None:
     """Skip a test of a verb whose add-on is not installed."""
-    for group in ("stretto.verbs", "stretto.config_verbs"):
-        if verb in addons.registered(group) and verb not in addons.offers(group):
-            pytest.skip(f"without {addons.package_of(addons.registered(group)[verb])}")
+    if package := missing_verbs().get(verb):
+        pytest.skip(f"without {package}")
+
+
+def skip_if_told(said: str) -> None:
+    """Skip a test whose command says that it needs an add-on, if that is really not installed."""
+    for name in re.findall(r"needs the add-on stretto_(\w+), which is not installed", said):
+        if not is_here(name):
+            pytest.skip(f"without stretto_{name}")

@@ -215,7 +215,7 @@ async def test_the_verb_evals_own_engine_asks_for_the_key_its_client_sends_and_n
     cfg = EvalConfig.model_validate(
         {"model": str(directory), "client": {"api_key_var": "OURS"}, "output_dir": tmp_path}
         | {"inference": {"engine": "embedded", "api_key": "s3cret" if is_in_config else None}}
-        | {"eval": {"env": [{"id": "sort-letters"}], "num_examples": 1, "sampling": {"max_tokens": 4}}}
+        | {"eval": {"env": [{"id": "sort-letters"}], "num_examples": 1, "sampling": {"max_completion_tokens": 4}}}
     )
     assert await evaluate_engine(cfg)
     files = [path for path in cfg.run_dir.path.rglob("*") if path.is_file()]

@@ -14,6 +14,7 @@ import torch
 from device import DeviceTensor, pretended
 from engine_runs import VOCAB, ask, build_core, build_model, run
 from learner_cases import build_moe, sampled, scored
+from processes.add_ons import needs
 from tiny import build_policy, documents, pack, save_checkpoint, with_streams
 
 from stretto.base.errors import EngineError
@@ -367,7 +368,7 @@ def test_a_checkpoint_of_a_device_goes_on_there(tmp_path: Path, is_async):
 
 
 @pytest.mark.parametrize("cfg", [ShmWeights(), FilesystemWeights()], ids=lambda cfg: cfg.type)
-@pytest.mark.parametrize("is_delta", [False, True], ids=["whole", "delta"])
+@pytest.mark.parametrize("is_delta", [False, pytest.param(True, marks=needs("broadcast"))], ids=["whole", "delta"])
 def test_published_weights_are_loaded_into_an_engine_on_a_device(tmp_path: Path, cfg, is_delta):
     if is_delta:
         cfg = type(cfg).model_validate({"delta": {"directory": tmp_path}})
