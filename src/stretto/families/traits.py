@@ -41,6 +41,7 @@ class Implied:
     has_qkv_bias: the projections of queries, keys and values have biases.
     has_centred_norms: norms multiply by 1 + weight; True*.
     has_output_gate: attention has a gate at its output; True*.
+    has_post_norms: norms behind attention and MLP, before both are added.
     """
 
     expert_scores: Literal["sigmoid", "softmax"] | None = None
@@ -49,6 +50,7 @@ class Implied:
     has_qkv_bias: bool | None = None
     has_centred_norms: bool | None = None
     has_output_gate: bool | None = None
+    has_post_norms: bool | None = None
 
 
 @dataclass(frozen=True)

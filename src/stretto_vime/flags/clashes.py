@@ -118,8 +118,8 @@ OR_NONE = ("--lr-warmup-iters", "--critic-lr-warmup-iters", "--num-critic-only-s
 STAGES = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
           "--virtual-pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage")  # fmt: skip
 NOT_PASSED = ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion", "--transformer-impl",
-              "--attention-backend", "--use-flash-attn", "--use-precision-aware-optimizer")  # fmt: skip
-"""Kernels and types of state that the backend chooses itself."""
+              "--attention-backend", "--use-flash-attn")  # fmt: skip
+"""Kernels that the backend chooses itself."""
 
 # fmt: off
 CLASHES: tuple[Clash, ...] = (
@@ -177,7 +177,8 @@ CLASHES: tuple[Clash, ...] = (
           lambda v: v.disable_rewards_normalization and _compares_groups(v),
           "{0}: {1} compares a group's rewards; use --custom-reward-post-process-path to make advantages of your own"),
     Clash("--n-samples-per-prompt --advantage-estimator",
-          lambda v: v.n_samples_per_prompt == 1 and _compares_groups(v) and not v.has(*OWN_ADVANTAGES),
+          lambda v: v.n_samples_per_prompt == 1 and _compares_groups(v) and not v.has(*OWN_ADVANTAGES)
+          and v.teacher is None,
           "{0}: every advantage would be 0, for {1} compares the replies to a prompt; use 2 or more"),
     Clash("--disable-compute-advantages-and-returns --loss-type",
           lambda v: v.disable_compute_advantages_and_returns,
@@ -259,6 +260,9 @@ NOTES: tuple[Clash, ...] = (
           lambda v: v.has("--update-weight-local-checkpoint-dir") and v.update_weight_mode != "delta",
           "{0} does nothing with {1}"),
     _both("--rm-type", "--custom-rm-path", "{0} is not used: {1} rewards a sample"),
+    Clash("--use-opd --opd-type", lambda v: v.teacher is not None,
+          "{0}, {1}: the run asks the teacher itself, and the loss is that of algo \"opd\" (docs/algorithms.md), without "
+          "clips; rewards are reported only"),
     Clash("--rm-type --label-key", lambda v: is_unlabelled(v) and v.custom_rm_path is None,
           "{0} compares replies with a label, and without {1} there is none: every reward is 0"),
     _idle("--group-rm", "--custom-rm-path", ": a built-in reward sees one sample"),
@@ -309,10 +313,19 @@ def notes(flags: Values) -> Iterator[str]:
         yield f"{flags.given[mesh.BACKEND]}: stretto's own trainer trains, with the same results: {why}"
     if mesh.has_megatron(flags):
         yield from _kernels_of_megatron(flags)
-    elif flags.pipeline_model_parallel_size > 1:
-        yield f"{flags.given['--pipeline-model-parallel-size']}: {NOT_SPLIT[0].lower()}{NOT_SPLIT[1:-1]}"
+    elif typed := _stages(flags):
+        yield f"{', '.join(typed)}: {NOT_SPLIT[0].lower()}{NOT_SPLIT[1:-1]}"
+    if mesh.has_plugin(flags):
+        yield f"{flags.given['--custom-model-provider-path']}: each family has modules of its own"
     if not is_on_one_node(flags):
         yield from _moved_placeholders(flags)
+
+
+def _stages(flags: Values) -> list[str]:
+    """Flags about stages of a pipeline, as they were typed; a pipeline of one stage is none."""
+    name = "--pipeline-model-parallel-size"
+    names = (name, *STAGES) if flags.pipeline_model_parallel_size > 1 else STAGES
+    return [flags.given[each] for each in names if flags.has(each)]
 
 
 def _kernels_of_megatron(flags: Values) -> Iterator[str]:
@@ -321,6 +334,8 @@ def _kernels_of_megatron(flags: Values) -> Iterator[str]:
     if typed:
         each = "is" if len(typed) == 1 else "are"
         yield f"{', '.join(typed)} {each} not passed on: Transformer Engine has it where it is there"
+    if flags.has(name := "--use-precision-aware-optimizer"):
+        yield f"{name} is not passed on: the optimizer's state is float32"
 
 
 def _moved_placeholders(flags: Values) -> Iterator[str]:

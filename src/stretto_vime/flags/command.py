@@ -17,7 +17,9 @@ from stretto_vime.flags import fine_tuning
 from stretto_vime.flags.clashes import clashes, notes
 from stretto_vime.flags.flag import Setting, Values, attribute_of, listed
 from stretto_vime.flags.groups import BY_NAME, PARTS
+from stretto_vime.flags.groups.learning import resolve_teacher
 from stretto_vime.flags.groups.rollout import argument_tables
+from stretto_vime.flags.groups.training import quantization
 from stretto_vime.flags.groups.watching import OF_WANDB, environment
 from stretto_vime.flags.names import FlagNames
 from stretto_vime.flags.resolved import resolved
@@ -60,6 +62,7 @@ def read_command(words: Sequence[str]) -> Command:
         return _fine_tuning(flags)
     if flags.colocate:  # trainer and engines share their GPUs
         flags.rollout_num_gpus = flags.actor_num_nodes * flags.actor_num_gpus_per_node
+    resolve_teacher(flags)
     if problems := [*_missing_files(flags), *clashes(flags), *mismatches(flags)]:
         raise ConfigError(listed(problems))
     _resolve(flags)
@@ -79,7 +82,8 @@ def read_command(words: Sequence[str]) -> Command:
         settings = [*kept, *(Setting(path, further | known.get(path, {}), tuple(flags.given)) for path in places)]
         cfg = _build(flags, settings, RLConfig)
     _check_new(flags, cfg)
-    return _command(cfg, [*flags.overridden, *_starts(flags), *notes(flags)], flags, settings)
+    said = [*flags.overridden, *_starts(flags), *_unquantized(flags, cfg), *notes(flags)]
+    return _command(cfg, said, flags, settings)
 
 
 def _fine_tuning(flags: Values) -> Command:
@@ -204,6 +208,16 @@ def _without_empty_tables(values: dict[KeyPath, Any]) -> dict[KeyPath, Any]:
     """The values without those that are an empty table, where another value lies in that table."""
     is_full = lambda path: any(len(other) > len(path) and other[: len(path)] == path for other in values)
     return {path: value for path, value in values.items() if not (value == {} and is_full(path))}
+
+
+def _unquantized(flags: Values, cfg: RLConfig) -> Iterator[str]:
+    """A note if engines do not compute with the type of the weights that --hf-checkpoint has."""
+    method = quantization(flags)
+    if method and cfg.model.name != flags.hf_checkpoint and cfg.inference is not None and method != "fp8":
+        yield (
+            f"{flags.given['--hf-checkpoint']}: its weights are quantized ({method}), and engines compute with those "
+            "that are trained, which are not: updates can be sent in fp8 of 128 x 128 blocks only"
+        )
 
 
 def _starts(flags: Values) -> Iterator[str]:

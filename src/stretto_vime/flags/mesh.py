@@ -35,6 +35,11 @@ def has_megatron(flags: Values) -> bool:
     return flags.has(BACKEND) and why_not_megatron(flags) is None
 
 
+def has_plugin(flags: Values) -> bool:
+    """Whether the model's builder is one of vime's plug-ins, whose families are here themselves."""
+    return str(flags.custom_model_provider_path).startswith("vime_plugins.")
+
+
 def why_not_megatron(flags: Values) -> str | None:
     """Why stretto's own trainer trains, though --train-backend is given; None if Megatron-Core can."""
     if find_python() is None:
@@ -43,6 +48,7 @@ def why_not_megatron(flags: Values) -> str | None:
         "--lora-rank": not flags.lora_rank,
         "--loss-type": flags.loss_type != "sft_loss",
         "--moe-router-enable-expert-bias": not flags.moe_router_bias_update_rate,
+        "--custom-model-provider-path": has_plugin(flags),
     }
     if own := [flags.given[name] for name in _OWN if flags.has(name) and not is_fine.get(name, False)]:
         return f"{own[0]} is of its own"

@@ -41,6 +41,8 @@ def _rope_theta(config: Config) -> Any:
 
 
 def _has_bias(config: Config) -> bool | None:
+    if _is_latent(config):
+        return None  # Megatron's flag is not read by its latent attention, which has none
     return traits_of(config.get("model_type", "")).implied.has_qkv_bias or config.get("attention_bias")
 
 
@@ -120,6 +122,9 @@ SHAPES: dict[str, Shape] = {
     "--disable-bias-linear": Shape("switch", "mlp_bias", "No biases in linear layers.",
                                    lambda c: _map(c, "mlp_bias", lambda bias: not bias)),
     "--add-qkv-bias": Shape("switch", "attention_bias", "Biases of queries, keys and values.", _has_bias),
+    **{name: Shape("switch", "model_type", text, lambda c: mixture.implied(c).has_post_norms) for name, text in (
+        ("--post-self-attn-layernorm", "Norms behind attention."), ("--post-mlp-layernorm", "Norms behind the MLP."),
+    )},
     "--qk-layernorm": Shape("switch", "model_type", "Norms of queries and keys.", _has_qk_norm),
     "--group-query-attention": Shape("switch", "num_key_value_heads", "Fewer key heads than query heads.",
         lambda c: _map(c, "num_key_value_heads", lambda heads: True)),

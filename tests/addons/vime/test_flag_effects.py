@@ -193,7 +193,9 @@ EFFECTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "--deterministic-mode": ("", "", {"trainer.is_deterministic": True}),
     "--use-opd": (TEACHER, "", {"trainer.advantages.type": "shaped", "trainer.advantages.kl_model": "Qwen3-4B",
                                 "orchestrator.algo.type": "grpo"}),
-    "--opd-type": ("--use-opd --opd-teacher-load Qwen3-4B", "vllm", {"refused": "the teacher is served"}),
+    "--opd-type": ("--use-opd --rm-url http://10.0.0.7:8100/inference/v1/generate", "vllm", {
+        "orchestrator.algo.type": "opd", "orchestrator.teacher.base_url": "http://10.0.0.7:8100/v1",
+        "trainer.advantages": None, f"{ENV}.hook_args": None}),
     "--opd-kl-coef": (f"--use-opd {TEACHER}", "0.5", {"trainer.advantages.kl_coef": 0.5}),
     "--opd-teacher-load": ("--use-opd --opd-type megatron", "Qwen3-4B", {"trainer.advantages.kl_model": "Qwen3-4B"}),
     "--opd-teacher-ckpt-step": ("--use-opd --opd-type megatron --opd-teacher-load mg", "3",

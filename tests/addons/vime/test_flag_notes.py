@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
-from cases.vime import SPLIT, put_files, put_megatron, words_of
+from cases.vime import CONFIG, SPLIT, put_files, put_megatron, words_of
 
 from stretto.base.errors import ConfigError
 from stretto.check.megatron import find_python
@@ -38,7 +41,24 @@ NOTED = {
         "--sequence-parallel", "--sequence-parallel does nothing with --tensor-model-parallel-size 1 (the",
         {"model.sequence_parallel": False}),
     "stages": ("--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 17",
-        "--pipeline-model-parallel-size 2: every rank has all layers", {"model.tp": 1}),
+        "--pipeline-model-parallel-size 2, --decoder-last-pipeline-num-layers 17: every rank has all layers",
+        {"model.tp": 1}),
+    "layers of a stage that is not there": ("--virtual-pipeline-model-parallel-size 2",
+        "--virtual-pipeline-model-parallel-size 2: every rank has all layers", {"model.tp": 1}),
+    "types of state of Megatron": ("--train-backend megatron --use-precision-aware-optimizer",
+        "--use-precision-aware-optimizer is not passed on: the optimizer's state is float32", {}),
+    "an adapter that takes turns": ("--colocate --lora-rank 8", "", {
+        "colocate.sleep_level": 1, "colocate.offload_rollout": True, "model.lora.rank": 8}),
+    "weights that take turns": ("--colocate", "", {"colocate.sleep_level": 2}),
+    "a builder of vime's plug-ins": (
+        "--custom-model-provider-path vime_plugins.models.some.model_provider --tensor-model-parallel-size 2",
+        "model_provider: each family has modules of its own", {"trainer.hooks.model": None, "model.tp": 2}),
+    "a teacher that is served": (
+        "--use-opd --opd-type vllm --custom-rm-path vime.rollout.on_policy_distillation.reward_func "
+        "--custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards "
+        "--rm-url http://10.0.0.7:8100/v1/", "--use-opd, --opd-type vllm: the run asks the teacher itself", {
+            "orchestrator.algo.type": "opd", "orchestrator.teacher.base_url": "http://10.0.0.7:8100/v1",
+            "orchestrator.hooks.reward_post_process": None, "orchestrator.env.0.args.reward": "math"}),
     "stages of Megatron": (
         "--train-backend megatron --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 16 "
         "--expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform "
@@ -253,3 +273,27 @@ def test_a_flag_that_megatron_does_not_have_gives_the_run_to_the_own_trainer(fil
     command = read(files, f"--train-backend megatron {words}")
     assert command.config.trainer.backend == ("megatron" if said is None else "fsdp")
     assert any(said in note for note in command.notes) if said else not any("own trainer" in n for n in command.notes)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("", "--opd-type vllm needs --rm-url"),
+        ("--rm-url http://t --custom-rm-path own.reward", "--custom-rm-path own.reward: --opd-type vllm learns from"),
+        ("--rm-url http://t --opd-kl-coef 0.5", "--opd-kl-coef 0.5: with --opd-type vllm only 1.0 is there"),
+        ("--rm-url http://t --advantage-estimator ppo", "--advantage-estimator ppo sums over the tokens"),
+    ],
+)
+def test_what_a_served_teacher_cannot_have_is_refused(files, words, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read(files, f"--use-opd --opd-type vllm {words}")
+
+
+def test_a_quantized_checkpoint_whose_engines_compute_otherwise_is_a_note(files):
+    other = files / "four_bits"
+    other.mkdir()
+    quantization = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    (other / "config.json").write_text(json.dumps(CONFIG | quantization))
+    command = read(files, f"--hf-checkpoint {other} --ref-load Qwen3-4B")
+    assert command.config.model.name == "Qwen3-4B"
+    assert any("its weights are quantized (compressed-tensors), and engines compute" in each for each in command.notes)

@@ -6,11 +6,14 @@ import json
 import shlex
 import shutil
 import tomllib
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from PIL import Image
 
 from stretto.config.load import dump
 from stretto_vime.cli import vime
@@ -22,10 +25,26 @@ LAUNCHES = tomllib.loads((CASES / "vime_launches.toml").read_text())
 START = "--ref-load MEGATRON/{model} --load RUNS/{model}/ --save RUNS/{model}/ --save-interval 20"
 FILES = {
     "with_tool.py": "async def generate(args, sample, sampling_params):\n    return sample\n\n\n"
-    "async def reward_func(args, sample):\n    return {'score': 1.0}\n",
+    "async def reward_func(args, sample):\n    return {'score': 1.0}\n\n\n"
+    "async def reward(args, sample):\n    return 1.0\n",
+    "whole.py": "def generate_rollout(args, rollout_id, data_source, evaluation=False): ...\n\n\n"
+    "async def reward(args, sample):\n    return 1.0\n\n\n"
+    "def keeps(args, samples, **kwargs):\n    return True\n\n\n"
+    "def see_all(args, all_groups, data_source): ...\n\n\n"
+    "def log(rollout_id, args, samples, extra_metrics, rollout_time):\n    return True\n",
     "correct.py": "def weights(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs):\n"
     "    return pg_loss, loss_masks, {}\n",
     "DATA/mis.yaml": "mis_mode: truncate\n",
+    "DATA/roles.yaml": "megatron:\n  - {name: default, role: actor, overrides: {lr: 1e-6}}\n"
+    "  - {name: default, role: critic, overrides: {lr: 2e-5, clip_grad: 0.5}}\n",
+    "DATA/evals.yaml": "eval:\n  defaults: {n_samples_per_eval_prompt: 4, max_response_len: 8192}\n  datasets:\n"
+    "    - {name: aime, path: DATA/aime-2024.jsonl, rm_type: deepscaler, input_key: prompt, label_key: label}\n"
+    "    - {name: short, path: DATA/aime-2024.jsonl, rm_type: math, input_key: prompt, label_key: label,"
+    " max_response_len: 2048, temperature: 0.6}\n",
+    "DATA/groups.yaml": "vllm:\n  - name: actor\n    server_groups:\n"
+    "      - {worker_type: prefill, num_gpus: 16, num_gpus_per_engine: 8}\n"
+    "      - {worker_type: decode, num_gpus: 48, num_gpus_per_engine: 16, overrides: {max_num_seqs: 96}}\n",
+    "DATA/retail.jsonl": "".join(json.dumps({"index": n, "metadata": {"task": n}}) + "\n" for n in range(64)),
 }
 ROWS = [
     {"prompt": [{"role": "user", "content": f"{n} + 1?"}], "label": str(n + 1),
@@ -34,18 +53,38 @@ ROWS = [
 ]  # fmt: skip
 
 
+def put_files(directory: Path) -> None:
+    """The prompts, functions and YAML files that the lists name."""
+    (directory / "DATA").mkdir()
+    for name in ("dapo-math-17k", "aime-2024"):
+        (directory / "DATA" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    searched = [{"prompt": row["prompt"], "reward_model": {"ground_truth": {"target": [row["label"]]}}} for row in ROWS]
+    drawn = BytesIO()
+    Image.new("RGB", (32, 32)).save(drawn, "PNG")
+    picture = {"bytes": drawn.getvalue(), "path": None}
+    seen = [{"problem": "<image>What is it?", "answer": row["label"], "images": [picture]} for row in ROWS]
+    for name, rows in (("openhermes", ROWS), ("nq", searched), ("geo3k", seen)):
+        parquet.write_table(pa.Table.from_pylist(rows), directory / "DATA" / f"{name}.parquet")
+    for name, text in FILES.items():
+        (directory / name).write_text(text)
+
+
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     """A directory with the prompts and functions that the lists name, on a machine with 8 GPUs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    (tmp_path / "DATA").mkdir()
-    for name in ("dapo-math-17k", "aime-2024"):
-        (tmp_path / "DATA" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "DATA" / "openhermes.parquet")
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+    put_files(tmp_path)
     return tmp_path
+
+
+def config_and_flags(model: str) -> tuple[dict[str, Any], str]:
+    """The config.json of a model, and the flags of its shape."""
+    found = LAUNCHES["models"][model]
+    if "like" not in found:
+        return found["config"], found["flags"]
+    config, flags = config_and_flags(found["like"])
+    return config | found["config"], flags
 
 
 def words_of(directory: Path, name: str) -> list[str]:
@@ -53,11 +92,12 @@ def words_of(directory: Path, name: str) -> list[str]:
     run = LAUNCHES["runs"][name]
     model = run["model"]
     (directory / "HF" / model).mkdir(parents=True)
-    (directory / "HF" / model / "config.json").write_text(json.dumps(LAUNCHES["models"][model]["config"]))
+    config, shape = config_and_flags(model)
+    (directory / "HF" / model / "config.json").write_text(json.dumps(config))
     shutil.copytree(CASES / "megatron" / "dense.torch_dist", directory / "MEGATRON" / model)
     program, flags = run["flags"].split(" ", 1)
     start = run.get("start", START).replace("{model}", model)
-    text = f"{program} --hf-checkpoint HF/{model} {start} {LAUNCHES['models'][model]['flags']} {flags} --dry-run"
+    text = f"{program} --hf-checkpoint HF/{model} {start} {shape} {flags} --dry-run"
     for group, meant in LAUNCHES["groups"].items():
         text = text.replace(f"{{{group}}}", meant)
     return shlex.split(text)

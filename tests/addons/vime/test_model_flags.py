@@ -46,7 +46,10 @@ SAID = {
         --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
         --v-head-dim 128 --kv-channels 128 --qk-layernorm --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0
         --moe-router-num-groups 8 --moe-router-group-topk 4 --moe-layer-freq '([0]*2+[1]*4)' --enable-experimental
-        --moe-shared-expert-overlap --no-position-embedding"""),
+        --moe-shared-expert-overlap --no-position-embedding --add-qkv-bias"""),
+    "glm4": ({"model_type": "glm4", "attention_bias": True}, """
+        --post-self-attn-layernorm --post-mlp-layernorm --rotary-interleaved --add-qkv-bias
+        --spec vime_plugins.models.glm4 get_glm_spec"""),
     "qwen3_next": ({"model_type": "qwen3_next", "decoder_sparse_step": 1, "num_experts": 8}, """
         --apply-layernorm-1p --attention-output-gate --moe-shared-expert-gate --num-experts 8
         --spec some.models.qwen3_next get_spec"""),
@@ -74,6 +77,7 @@ WRONG = {
     "tokens that are dropped": (MOE, "--moe-expert-capacity-factor 1.0", "no token is dropped"),
     "another balance": (MOE, "--moe-router-load-balancing-type sinkhorn", "sinkhorn: must be aux_loss or"),
     "8-bit products of another kind": (MOE, "--fp8-format hybrid --fp8-recipe delayed", "use e4m3 and blockwise"),
+    "norms of nobody": ({}, "--post-mlp-layernorm", "--post-mlp-layernorm (there false)"),
     "positions that are learned": ({}, "--position-embedding-type learned_absolute", "(there rope)"),
 }  # fmt: skip
 

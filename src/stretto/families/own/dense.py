@@ -16,7 +16,10 @@ _MLP = "model.layers.{layer}.mlp"
 LLAMA = Family(
     name="llama",
     traits=Traits(
-        renderer="llama-3", vllm=VllmTraits(adapts=True), is_in_megatron=True, implied=Implied(has_qk_norm=False)
+        renderer="llama-3",
+        vllm=VllmTraits(adapts=True),
+        is_in_megatron=True,
+        implied=Implied(has_qk_norm=False, has_post_norms=False),
     ),
     architecture="LlamaForCausalLM",
     constants={"has_qk_norm": False},
@@ -26,7 +29,9 @@ LLAMA = Family(
 QWEN2 = Family(
     name="qwen2",
     traits=Traits(
-        vllm=VllmTraits(adapts=True), is_in_megatron=True, implied=Implied(has_qk_norm=False, has_qkv_bias=True)
+        vllm=VllmTraits(adapts=True),
+        is_in_megatron=True,
+        implied=Implied(has_qk_norm=False, has_qkv_bias=True, has_post_norms=False),
     ),
     architecture="Qwen2ForCausalLM",
     constants={"has_qk_norm": False, "qkv_bias": True},
@@ -41,7 +46,7 @@ QWEN3 = Family(
         packs_in_transformers=True,
         vllm=VllmTraits(adapts=True),
         is_in_megatron=True,
-        implied=Implied(has_qk_norm=True),
+        implied=Implied(has_qk_norm=True, has_post_norms=False),
         public={"Qwen/Qwen3-0.6B": _QWEN3_0_6B},
     ),
     architecture="Qwen3ForCausalLM",
@@ -53,7 +58,7 @@ QWEN3 = Family(
 
 GLM4 = Family(
     name="glm4",
-    traits=Traits(vllm=VllmTraits(adapts=True)),
+    traits=Traits(vllm=VllmTraits(adapts=True), implied=Implied(has_qk_norm=False, has_post_norms=True)),
     architecture="Glm4ForCausalLM",
     constants={"has_qk_norm": False, "has_post_norms": True},
     keys=Keys(qkv_bias=("attention_bias", True)),

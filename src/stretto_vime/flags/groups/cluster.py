@@ -139,6 +139,8 @@ def _turns(flags: Values) -> Iterator[Setting]:
         if keeps and flags.has(f"--offload-{part_name}"):
             raise ConfigError(f"{flags.typed(f'--offload-{part_name}', keeps[0])}: leave one of them out")
         yield Setting(f"colocate.offload_{part_name}", not keeps, ("--colocate", *keeps))
+    if flags.lora_rank:  # an update is the adapter alone, so that engines keep the weights below it
+        yield Setting("colocate.sleep_level", 1, ("--colocate", "--lora-rank"))
 
 
 def count_critic(flags: Values) -> tuple[int, int]:

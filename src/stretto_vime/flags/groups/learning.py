@@ -16,7 +16,10 @@ GROUP_NORMALISED = ("grpo", "gspo", "cispo")
 PLUS_PLUS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 ESTIMATORS = ("grpo", "gspo", "cispo", *PLUS_PLUS, "ppo")
 KL_TYPES = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "low_var"}
-NO_TEACHER = 'write [orchestrator.teacher] and algo type = "opd" in the TOML of --print-config (docs/algorithms.md)'
+SERVED_BY = ("vllm", "sglang")
+"""Values of --opd-type for a teacher that is served."""
+OF_SERVED = {"custom_rm_path": "reward_func", "custom_reward_post_process_path": "post_process_rewards"}
+"""vime's functions that ask it, in a module on_policy_distillation; here the run does."""
 NO_OPSM = "use trainer.loss.correction.reject, or a custom loss (docs/algorithms.md)"
 NOT_CENTRED = "write a custom loss (docs/algorithms.md)"
 
@@ -117,10 +120,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                "Function called before each update."),
     ),
     "Distillation": (
-        part("--use-opd", "switch", False, "trainer.advantages.kl_model",
+        part("--use-opd", "switch", False, f"trainer.advantages.kl_model {ALGO}.type",
              "A token's advantage loses its divergence from a teacher."),
         part("--opd-type", "text", None, "", "Where the teacher runs.", choices=("megatron", "vllm", "sglang"),
-             note="megatron: in the trainer, beside the policy. One that is served is [orchestrator.teacher]."),
+             note="megatron: in the trainer, beside the policy. Otherwise the run asks the engine at --rm-url."),
         sets("--opd-kl-coef", "number", 1.0, "trainer.advantages.kl_coef", "Weight of that divergence."),
         part("--opd-teacher-load", "text", None, "trainer.advantages.kl_model", "The teacher.",
              note="Hugging Face weights, or a checkpoint of Megatron's."),
@@ -135,6 +138,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 
 def settings(flags: Values) -> Iterator[Setting]:
     """Credit, loss and critic."""
+    if flags.teacher is not None:
+        yield from _taught(flags)
+        return
     yield from _credit(flags)
     yield from _loss(flags)
     if flags.use_opd:
@@ -200,23 +206,65 @@ def _advantages(flags: Values) -> Iterator[Setting]:
         yield Setting(f"{at}.kl_model", reference(flags), ("--ref-load",))
 
 
-def _distillation(flags: Values) -> Iterator[Setting]:
-    """The teacher of on-policy distillation, whose divergence each token's advantage loses.
+def resolve_teacher(flags: Values) -> None:
+    """`teacher` of the flags: the address of one that is served, which the run asks instead of vime's functions.
 
-    Raises: ConfigError for a teacher elsewhere, and for estimators that make advantages of sums over tokens.
+    Raises: ConfigError for what such a teacher cannot have.
     """
-    if flags.opd_type != "megatron":
-        raise ConfigError(
-            f"{flags.typed('--use-opd', '--opd-type')}: with {flags.opd_type or 'no'} type the teacher "
-            f"is served; use --opd-type megatron, or {NO_TEACHER}"
-        )
-    if flags.opd_teacher_load is None:
-        raise ConfigError(f"{flags.given['--use-opd']} needs --opd-teacher-load, the teacher")
+    flags.teacher = None
+    if not flags.use_opd or flags.opd_type not in SERVED_BY:
+        return
+    typed = flags.given["--opd-type"]
+    if flags.rm_url is None:
+        raise ConfigError(f"{typed} needs --rm-url, the address of the teacher's engine")
+    for attribute, function in OF_SERVED.items():
+        path, name = getattr(flags, attribute), f"--{attribute.replace('_', '-')}"
+        if path is not None and not path.endswith(f"on_policy_distillation.{function}"):
+            raise ConfigError(
+                f"{flags.given[name]}: {typed} learns from the teacher alone, which the run asks itself; leave it out, "
+                "or hold the teacher in the trainer, --opd-type megatron"
+            )
+        setattr(flags, attribute, None)
+        flags.given.pop(name, None)
+    for name, value in (("--opd-kl-coef", 1.0), ("--entropy-coef", 0.0), ("--kl-coef", 0.0)):
+        if flags.value(name) != value:
+            raise ConfigError(f"{flags.given[name]}: with {typed} only {value} is there; change it, or --lr")
+    if flags.use_kl_loss and flags.kl_loss_coef:
+        raise ConfigError(f"{flags.given['--kl-loss-coef']}: {typed} has no reference beside the teacher; use 0")
+    root = flags.rm_url.rstrip("/").removesuffix("/inference/v1/generate").removesuffix("/generate")
+    flags.teacher, flags.rm_url = root.removesuffix("/v1") + "/v1", None
+
+
+def _taught(flags: Values) -> Iterator[Setting]:
+    """On-policy distillation from a teacher that is served; rewards are only reported.
+
+    Raises: ConfigError for estimators that make advantages of sums over tokens.
+    """
+    _check_distilled(flags)
+    yield Setting(f"{ALGO}.type", "opd", ("--use-opd",))
+    yield Setting("orchestrator.teacher.base_url", flags.teacher, ("--rm-url", "--opd-type"))
+
+
+def _check_distilled(flags: Values) -> None:
     if flags.advantage_estimator in ("ppo", "reinforce_plus_plus"):
         raise ConfigError(
             f"{flags.given['--use-opd']}: {flags.typed('--advantage-estimator')} sums over the tokens "
             "that follow; use grpo, gspo, cispo or reinforce_plus_plus_baseline"
         )
+
+
+def _distillation(flags: Values) -> Iterator[Setting]:
+    """The teacher of on-policy distillation, whose divergence each token's advantage loses.
+
+    Raises: ConfigError without a teacher, and for estimators that make advantages of sums over tokens.
+    """
+    if flags.opd_type is None:
+        raise ConfigError(
+            f"{flags.given['--use-opd']} needs --opd-type: megatron, or vllm for a teacher that is served"
+        )
+    if flags.opd_teacher_load is None:
+        raise ConfigError(f"{flags.given['--use-opd']} needs --opd-teacher-load, the teacher")
+    _check_distilled(flags)
     if flags.kl_coef or (flags.use_kl_loss and flags.kl_loss_coef):
         name = "--kl-coef" if flags.kl_coef else "--kl-loss-coef"
         raise ConfigError(

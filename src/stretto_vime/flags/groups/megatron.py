@@ -7,7 +7,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto_vime.flags.flag import Flag, Setting, Values, attribute_of, copies, equal, noted, part, refused, sets
-from stretto_vime.flags.mesh import BACKEND, EXPERTS, axes, has_megatron, splits_tokens
+from stretto_vime.flags.mesh import BACKEND, EXPERTS, axes, has_megatron, has_plugin, splits_tokens
 from stretto_vime.flags.shape import SHAPES, has_tower, read_shape
 
 HOW = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
@@ -35,9 +35,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              choices=("megatron",),
              note="Typed, Megatron-Core trains where it is there and does what is asked for (docs/megatron.md); else, "
                   "or left out, stretto's own trainer does, with the same results."),
-        copies("--custom-model-provider-path", "text", None, "trainer.hooks.model", "Function that builds the model.",
-               note="It is called as `provider(args, build)` and changes the model that `build()` gives: "
-                    "docs/data.md."),
+        sets("--custom-model-provider-path", "text", None, "trainer.hooks.model", "Function that builds the model.",
+             note="It is called as `provider(args, build)` and changes the model that `build()` gives: "
+                  "docs/data.md. One of vime_plugins is not: each family has modules of its own."),
         refused("--megatron-to-hf-mode", "text", "raw",
                 "weights have Hugging Face's names from the start; leave it out", "How weights are renamed.",
                 allowed=("bridge",)),
@@ -111,7 +111,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "ETP: TP of the experts.",
              note="An expert is whole on its rank: EP x ETP ranks have different experts. With --train-backend "
                   "megatron its features are split."),
-        noted("--allgather-cp", "switch", False, "Keys travel in a ring; results are the same.",
+        noted("--allgather-cp", "switch", False, "How keys travel does not change results.",
               "CP by gathering keys."),
         sets("--recompute-granularity", "text", None, "model.ac.mode", "Recompute activations: full, or a selection.",
              choices=("full", "selective")),
@@ -168,6 +168,8 @@ def settings(flags: Values) -> Iterator[Setting]:
         yield Setting("model.vlm", {}, ("--hf-checkpoint",))
     if has_megatron(flags):
         yield from _of_megatron(flags)
+    if not has_plugin(flags):
+        yield from flags.settings("--custom-model-provider-path")
     mesh = axes(flags)
     yield Setting("model.tp", mesh.tp, ("--tensor-model-parallel-size",))
     if mesh.cp > 1:

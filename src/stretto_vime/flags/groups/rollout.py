@@ -353,7 +353,7 @@ def is_unlabelled(flags: Values) -> bool:
 def _reward(flags: Values, *, is_labelled: bool) -> str:
     if flags.custom_rm_path is not None:
         return flags.custom_rm_path
-    if is_unlabelled(flags) and not is_labelled:
+    if (is_unlabelled(flags) and not is_labelled) or (flags.teacher is not None and flags.rm_type is None):
         return UNLABELLED
     if flags.rm_type is not None and is_rm_type(flags.rm_type):
         return flags.rm_type

@@ -211,7 +211,7 @@ def _start(flags: Values) -> Iterator[Setting]:
         source = flags.given.get("--load", "without --load the run")
         raise ConfigError(f"{flags.given['--ckpt-step']}: {source} has no checkpoints; leave it out")
     is_other = start != flags.hf_checkpoint or bool(flags.conversions)
-    if is_other and (method := _quantization(flags)):
+    if is_other and (method := quantization(flags)):
         start = _unquantized(flags) if start == flags.hf_checkpoint else start
         if method == "fp8":  # as in vime, engines compute with the checkpoint's own type
             yield Setting("inference.model", flags.hf_checkpoint, ("--hf-checkpoint",))
@@ -220,7 +220,7 @@ def _start(flags: Values) -> Iterator[Setting]:
         yield Setting("tokenizer.name", flags.hf_checkpoint, ("--hf-checkpoint",))
 
 
-def _quantization(flags: Values) -> str | None:
+def quantization(flags: Values) -> str | None:
     """How the weights of --hf-checkpoint are quantized; None: they are not."""
     found = read_shape(flags.hf_checkpoint).get("quantization_config")
     return str(found.get("quant_method")) if isinstance(found, dict) else None
