@@ -261,8 +261,8 @@ NOTES: tuple[Clash, ...] = (
           "{0} does nothing with {1}"),
     _both("--rm-type", "--custom-rm-path", "{0} is not used: {1} rewards a sample"),
     Clash("--use-opd --opd-type", lambda v: v.teacher is not None,
-          "{0}, {1}: the run asks the teacher itself, and the loss is that of algo \"opd\" (docs/algorithms.md), without "
-          "clips; rewards are reported only"),
+          "{0}, {1}: the run asks the teacher itself, and the loss is that of algo \"opd\" (docs/algorithms.md), "
+          "without clips; rewards are only reported"),
     Clash("--rm-type --label-key", lambda v: is_unlabelled(v) and v.custom_rm_path is None,
           "{0} compares replies with a label, and without {1} there is none: every reward is 0"),
     _idle("--group-rm", "--custom-rm-path", ": a built-in reward sees one sample"),

@@ -19,7 +19,7 @@ from stretto_vime.flags.flag import Setting, Values, attribute_of, listed
 from stretto_vime.flags.groups import BY_NAME, PARTS
 from stretto_vime.flags.groups.learning import resolve_teacher
 from stretto_vime.flags.groups.rollout import argument_tables
-from stretto_vime.flags.groups.training import quantization
+from stretto_vime.flags.groups.training import quantization, starts_elsewhere
 from stretto_vime.flags.groups.watching import OF_WANDB, environment
 from stretto_vime.flags.names import FlagNames
 from stretto_vime.flags.resolved import resolved
@@ -221,9 +221,10 @@ def _unquantized(flags: Values, cfg: RLConfig) -> Iterator[str]:
 
 
 def _starts(flags: Values) -> Iterator[str]:
-    """A note that says where training starts, if --load names an empty directory or none."""
-    load = flags.load
-    if load is None or (Path(load).is_dir() and any(Path(load).iterdir())):
+    """A note that says where training starts, if --load names neither a run nor weights."""
+    if flags.load is None or not starts_elsewhere(flags):
         return
+    there = Path(flags.load)
+    what = "no checkpoint is there" if there.is_dir() and any(there.iterdir()) else "nothing is there yet"
     start = flags.given.get("--ref-load", flags.given["--hf-checkpoint"])
-    yield f"{flags.given['--load']}: nothing is there yet; training starts from {start}"
+    yield f"{flags.given['--load']}: {what}; training starts from {start}"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from stretto.check.megatron import MADE
+from stretto_megatron.convert import to_megatron
 
 RUNS, ON_CPU = (Path(__file__).with_name(name) for name in ("megatron_runs.py", "on_cpu"))
 QUICK = ("qwen3-cp2-larger", "qwen3_moe-tp2-pp2-ep2-untied", "qwen3-tp2-pp2-critic")
@@ -72,3 +73,19 @@ def test_a_mesh_of_megatron_computes_what_one_rank_of_our_own_trainer_does(case)
             assert value == EXACT[name], (name, found)
         else:
             assert value <= bounds[name], (name, found)
+
+
+@needs_megatron
+@pytest.mark.heavy
+def test_sparse_latent_attention_computes_the_same_but_for_the_epsilon_of_its_norms(tmp_path):
+    model = Path(__file__).parents[2] / "cases" / "megatron" / "glm_moe_dsa"
+    to_megatron(model, tmp_path / "written")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ON_CPU), os.environ["PYTHONPATH"]])}
+    words = [find_python() or "", str(RUNS.with_name("sparse_latent.py")), str(tmp_path / "written" / "release"), model]
+    ran = subprocess.run(words, capture_output=True, text=True, env=env, timeout=120)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    single, double = found["torch.float32"], found["torch.float64"]
+    assert single["1e-06"] < 1e-5 and double["1e-06"] < 1e-6
+    for of_type in (single, double):  # Megatron has one epsilon for all norms: that of config.json, 1e-5
+        assert 2e-5 < of_type["1e-05"] < 1e-4

@@ -289,6 +289,18 @@ def test_what_a_served_teacher_cannot_have_is_refused(files, words, said):
         read(files, f"--use-opd --opd-type vllm {words}")
 
 
+def test_where_no_checkpoint_is_to_load_training_starts_from_the_reference(files):
+    other = files / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("no weights")
+    command = read(files, f"--load {other} --ref-load Qwen3-4B")
+    assert command.config.model.name == "Qwen3-4B"
+    said = f"--load {other}: no checkpoint is there; training starts from --ref-load Qwen3-4B"
+    assert said in command.notes
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read(files, f"--load {other}")
+
+
 def test_a_quantized_checkpoint_whose_engines_compute_otherwise_is_a_note(files):
     other = files / "four_bits"
     other.mkdir()

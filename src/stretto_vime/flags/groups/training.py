@@ -205,7 +205,7 @@ def _start(flags: Values) -> Iterator[Setting]:
         raise ConfigError(f"{flags.given['--load']} is a file; name a run's directory, or Hugging Face weights")
     if load is not None and _is_run(load):
         yield from _continued(flags, load)
-    elif load is not None and load.is_dir() and any(load.iterdir()) and (load != _save_dir(flags) or is_megatron(load)):
+    elif load is not None and not starts_elsewhere(flags):
         start, source = weights(flags, "--load"), "--load"
     elif flags.ckpt_step is not None:
         source = flags.given.get("--load", "without --load the run")
@@ -218,6 +218,19 @@ def _start(flags: Values) -> Iterator[Setting]:
     yield Setting("model.name", start, (source,))
     if start != flags.hf_checkpoint:
         yield Setting("tokenizer.name", flags.hf_checkpoint, ("--hf-checkpoint",))
+
+
+def starts_elsewhere(flags: Values) -> bool:
+    """Whether --load names no run and no weights, so that training starts from --ref-load, else --hf-checkpoint.
+
+    Without --ref-load a directory of something else is not passed over: its name may be a mistake.
+    """
+    load = Path(flags.load)
+    if not load.is_dir() or not any(load.iterdir()):
+        return True
+    if _is_run(load) or is_megatron(load):
+        return False
+    return load == _save_dir(flags) or (flags.ref_load is not None and not (load / "config.json").exists())
 
 
 def quantization(flags: Values) -> str | None:
