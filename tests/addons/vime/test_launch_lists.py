@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from cases.vime import put_megatron
 from PIL import Image
 
 from stretto.config.load import dump
@@ -114,3 +115,16 @@ def test_the_flags_of_a_launch_script_are_a_plan(name, directory, capsys):
     said = capsys.readouterr()
     assert "nothing was started" in said.out and ("trains" in said.out)
     assert "KEY-OF-MINE" not in said.out + said.err
+
+
+@pytest.mark.parametrize("name", LAUNCHES["runs"])
+def test_where_megatron_core_is_it_trains_or_a_note_says_why_not(name, directory, monkeypatch):
+    put_megatron(directory, monkeypatch)
+    wanted = LAUNCHES["runs"][name].get("with_megatron")
+    command = read_command([*words_of(directory, name), "--train-backend", "megatron"])
+    cfg = dump(command.config)
+    backend = "megatron" if wanted else "fsdp"
+    assert cfg.get("trainer", {}).get("backend", "fsdp") == backend
+    assert {key: find(cfg, key) for key in wanted or {}} == (wanted or {})
+    said = "--train-backend megatron: stretto's own trainer trains", "--train-backend megatron does nothing with --loss"
+    assert any(note.startswith(said) for note in command.notes) == (wanted is None)
