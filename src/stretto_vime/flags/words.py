@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
@@ -20,7 +21,7 @@ from stretto_vime.flags.groups.serving import moved as moved_note
 from stretto_vime.flags.others import SHIPPED, answer, program
 
 PROGRAMS = {"train.py": False, "train_async.py": True}
-"""Programs of vime, which may be the first word: is training asynchronous?"""
+"""Programs of vime, which may be the first word, with a directory: is training asynchronous?"""
 SECRET = {"--wandb-key"}
 """Flags whose value no message repeats, since messages are copied to logs."""
 THROUGH: dict[str, tuple[Program, str]] = {
@@ -37,7 +38,7 @@ def read(words: Sequence[str]) -> tuple[Values, list[Setting]]:
     Raises: ConfigError that lists every unknown flag and wrong value.
     """
     queue = list(words)
-    is_async = PROGRAMS[queue.pop(0)] if queue and queue[0] in PROGRAMS else False
+    is_async = PROGRAMS[Path(queue.pop(0)).name] if queue and Path(queue[0]).name in PROGRAMS else False
     found = _Found()
     passed: list[Setting] = []
     moved: list[tuple[str, Any, str]] = []
