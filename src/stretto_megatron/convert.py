@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from stretto.base.errors import ConfigError, DataError, meant_path
 from stretto.config.reading.plain import PlainParser
+from stretto.families.table import FAMILIES, family_of
 from stretto_megatron.places import POINTER, find_iteration, is_megatron
 
 if TYPE_CHECKING:
+    from stretto.families.shape import ModelConfig
     from stretto.models.safetensors_file import TensorEntry
 
 _PARTIAL = ".partial"
@@ -63,7 +65,7 @@ def to_hugging_face(source: Path, model: Path, target: Path, *, step: int | None
     from stretto.models.safetensors_file import StreamWriter, TensorEntry
     from stretto_megatron.checkpoints import as_hugging_face
 
-    place, cfg = find_iteration(source, step), hub.load_config(model, may_be_quantized=True)
+    place, cfg = find_iteration(source, step), _config_of(model)
     named = list(as_hugging_face(place, cfg, hub.build_tensor_map(cfg)))
     dtypes = (tensor.dtype for _, _, tensor in named)  # type: ignore[attr-defined]  # all that are made here have one
     entries = [TensorEntry(name, dtype, shape) for (name, shape, _), dtype in zip(named, dtypes)]
@@ -100,11 +102,26 @@ def _split(entries: list[TensorEntry], most_bytes: int) -> Iterator[list[TensorE
 
 def check_megatron(source: Path, model: Path) -> None:
     """Raises: DataError if a Megatron checkpoint does not have the weights that the config.json of `model` asks for."""
-    from stretto.models import hub
     from stretto_megatron.checkpoints import read_megatron
 
-    for _ in read_megatron(source, hub.load_config(model, may_be_quantized=True)):
+    for _ in read_megatron(source, _config_of(model)):
         pass
+
+
+def _config_of(model: Path) -> ModelConfig:
+    """The config of a Hugging Face directory.
+
+    Raises: DataError for a family that has no modules here, whose tensors have no names of Megatron's.
+    """
+    from stretto.models import hub
+    from stretto_megatron.names import OTHERWISE
+
+    family = family_of(hub.read_json(model / "config.json"))
+    if family not in FAMILIES:
+        raise DataError(
+            f"{model}: Megatron's checkpoints of a {family} cannot be read, for it has no modules here; {OTHERWISE}"
+        )
+    return hub.load_config(model, may_be_quantized=True)
 
 
 def to_megatron(source: Path, target: Path) -> None:

@@ -45,6 +45,8 @@ _IN_LAYERS = {
     "self_attn.indexer.weights_proj.weight": f"{_INDEXER}linear_weights_proj.weight",
     "self_attn.sinks": "self_attention.core_attention.softmax_offset",
     "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "post_self_attn_layernorm.weight": "post_self_attn_layernorm.weight",
+    "post_mlp_layernorm.weight": "post_mlp_layernorm.weight",
     "mlp.down_proj.weight": "mlp.linear_fc2.weight",
     "mlp.gate.weight": "mlp.router.weight",
     "mlp.gate.bias": "mlp.router.bias",
@@ -69,6 +71,7 @@ ALIASES = {
 }
 """Other names of the same tensor, which Megatron's own layers have; a checkpoint is written with all of them."""
 _LATENT = {"latent", "sparse_latent"}
+OTHERWISE = "give its Hugging Face weights"
 LAYERS, EXPERTS = "decoder.layers.", "mlp.experts.experts."
 _MODULES_OF_ENGINE = ("linear_", "layernorm", "output_layer")
 """Modules of Transformer Engine, which ask a checkpoint for a state beside their weights."""
@@ -81,9 +84,14 @@ def megatron_map(cfg: ModelConfig, where: str, *, shapes: Mapping[str, Shape] | 
 
     Raises: DataError for a model that has parts without a place there.
     """
-    if cfg.vision is not None or cfg.has_recurrence or set(cfg.mixers) - _LATENT or cfg.has_post_norms:
+    parts = {
+        "a vision tower": cfg.vision is not None,
+        "recurrent layers": cfg.has_recurrence,
+        "another attention": bool(set(cfg.mixers) - _LATENT),
+    }
+    if there := [part for part, is_there in parts.items() if is_there]:
         raise DataError(
-            f"{where}: Megatron's checkpoints of a {cfg.family} are not supported: only of decoders of text"
+            f"{where}: Megatron's checkpoints of a {cfg.family} cannot be read, for it has {there[0]}; {OTHERWISE}"
         )
     if shapes is None:
         with torch.device("meta"):

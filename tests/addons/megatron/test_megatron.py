@@ -6,6 +6,7 @@ one rank by dist_checkpointing, `torch` of two ranks, each with the state_dict()
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from stretto.base.errors import DataError
 from stretto.config.sections.model import ScratchSection
 from stretto.models import hub
 from stretto.models.tensor_map import TensorMap
-from stretto_megatron.checkpoints import as_hugging_face
+from stretto_megatron.checkpoints import as_hugging_face, read_megatron
 from stretto_megatron.convert import check_megatron, convert, to_hugging_face, to_megatron
 from stretto_megatron.places import find_iteration, is_megatron
 
@@ -49,7 +50,7 @@ def map_of(directory: Path) -> TensorMap:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "glm_moe_dsa"]
+    "family", ["qwen2", "qwen3", "llama", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "glm_moe_dsa"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_that_goes_to_megatron_and_back_has_its_bits(family, dtype, tmp_path):
@@ -115,6 +116,31 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_left(name, tmp_path):
     with pytest.raises(DataError, match=r"iter_0000003/(\.metadata|__0_0\.distcp)"):
         to_hugging_face(checkpoint, CASES / "dense", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "family, said",
+    [("glm4_moe_lite", "a glm4_moe_lite cannot be read, for it has no modules here"),
+     ("qwen3_5_text", "a qwen3_5_text cannot be read, for it has recurrent layers")],
+)  # fmt: skip
+def test_a_family_that_cannot_be_read_is_answered_with_what_to_give(family, said, tmp_path):
+    if family == "qwen3_5_text":
+        hub.save_hf(hub.random_model(ScratchSection(family=family, hidden_size=32, num_layers=4), 50), tmp_path)
+    else:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(DataError, match=rf"{said}; give its Hugging Face weights$"):
+        check_megatron(CASES / "dense.torch_dist", tmp_path)
+
+
+def test_names_of_norms_behind_the_parts_are_those_of_vime(tmp_path):
+    hub.save_hf(hub.random_model(ScratchSection(family="glm4", hidden_size=32, num_layers=2), 50), tmp_path / "model")
+    to_megatron(tmp_path / "model", tmp_path / "megatron")
+    cfg = hub.load_config(tmp_path / "model")
+    names = {name for name, _ in read_megatron(tmp_path / "megatron", cfg)}
+    for part in ("post_self_attn_layernorm", "post_mlp_layernorm", "mlp.linear_fc1.layer_norm"):
+        assert {name for name in names if part in name} == {
+            f"decoder.layers.{layer}.{part}{'_' if part.endswith('layer_norm') else '.'}weight" for layer in range(2)
+        }
 
 
 def test_another_shape_is_refused():

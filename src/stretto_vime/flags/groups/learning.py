@@ -225,7 +225,7 @@ def resolve_teacher(flags: Values) -> None:
                 "or hold the teacher in the trainer, --opd-type megatron"
             )
         setattr(flags, attribute, None)
-        flags.given.pop(name, None)
+        flags.given = {each: text for each, text in flags.given.items() if each != name}
     for name, value in (("--opd-kl-coef", 1.0), ("--entropy-coef", 0.0), ("--kl-coef", 0.0)):
         if flags.value(name) != value:
             raise ConfigError(f"{flags.given[name]}: with {typed} only {value} is there; change it, or --lr")
