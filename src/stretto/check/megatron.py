@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,8 @@ MADE = Path("opt/megatron/bin/python")
 """Where `make megatron` makes an environment, from that of this command."""
 LEAST = (0, 19)
 """The oldest Megatron-Core."""
-PROBE_S = 60.0
+PROBE_S = 180.0
+"""Longest wait for a Python that imports torch, on a busy machine too."""
 _PROBE = """
 import json, sys
 from importlib.metadata import PackageNotFoundError, version
@@ -89,7 +91,12 @@ def check_trainer_python(trainer: TrainerKeys, *, needs_gpu: bool = False) -> st
         return ""
     where = f'{key} = "{trainer.interpreter}"' if trainer.interpreter else f'trainer.backend = "{trainer.backend}"'
     words = ["device"] if needs_gpu and trainer.backend == "megatron" else []
+    began = time.monotonic()
     printed = output_of([python, "-c", _PROBE, *words], PROBE_S)
+    if printed is None and time.monotonic() - began >= PROBE_S:
+        raise ConfigError(
+            f"{where}: {python} did not answer within {PROBE_S:g} s; try again when the machine is less busy"
+        )
     try:
         found = json.loads(printed or "")
     except ValueError:

@@ -192,6 +192,15 @@ def test_what_the_trainers_python_lacks_is_told(tmp_path, found, said):
     assert said in str(caught.value)
 
 
+def test_a_python_that_does_not_answer_in_time_is_not_called_broken(tmp_path, monkeypatch):
+    monkeypatch.setattr("stretto.check.megatron.PROBE_S", 0.2)
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 20\n")
+    slow.chmod(0o755)
+    with pytest.raises(ConfigError, match="did not answer within 0.2 s; try again when the machine is less busy"):
+        check_trainer_python(TrainerKeys(interpreter=str(slow)))
+
+
 def test_the_trainers_python_is_the_one_that_has_megatron_core(tmp_path, monkeypatch):
     keys = TrainerKeys(backend="megatron", interpreter=str(stand_in(tmp_path / "python", **HAS_ALL)))
     assert check_trainer_python(keys) == (f"Megatron-Core 0.19.2 with torch 2.13.0, Python 3.12, {tmp_path / 'python'}")
