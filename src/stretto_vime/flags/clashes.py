@@ -313,8 +313,8 @@ def notes(flags: Values) -> Iterator[str]:
         yield f"{flags.given[mesh.BACKEND]}: stretto's own trainer trains, with the same results: {why}"
     if mesh.has_megatron(flags):
         yield from _kernels_of_megatron(flags)
-    elif typed := _stages(flags):
-        yield f"{', '.join(typed)}: {NOT_SPLIT[0].lower()}{NOT_SPLIT[1:-1]}"
+    elif stages := _stages(flags):
+        yield f"{', '.join(stages)}: {NOT_SPLIT[0].lower()}{NOT_SPLIT[1:-1]}"
     if mesh.has_plugin(flags):
         yield f"{flags.given['--custom-model-provider-path']}: each family has modules of its own"
     if not is_on_one_node(flags):
