@@ -367,7 +367,9 @@ def test_a_flag_about_the_shape_is_compared(name, read, tmp_path):
     contradicting = {"--kv-channels": {"kv_lora_rank": None, "head_dim": 5}}
     switches = {
         "--swiglu": {"hidden_act": "gelu"}, "--disable-bias-linear": {"mlp_bias": True},
-        "--untie-embeddings-and-output-weights": {"tie_word_embeddings": True}, "--add-qkv-bias": {},
+        "--untie-embeddings-and-output-weights": {"tie_word_embeddings": True},
+        "--add-qkv-bias": {"kv_lora_rank": None},
+        **{f"--post-{part}-layernorm": {"model_type": "qwen3"} for part in ("self-attn", "mlp")},
         "--qk-layernorm": {"use_qk_norm": False}, "--multi-latent-attention": {"kv_lora_rank": None},
         "--moe-shared-expert-gate": {}, "--moe-router-pre-softmax": {"scoring_func": "softmax", "norm_topk_prob": True},
         "--moe-router-enable-expert-bias": {"scoring_func": "softmax"}, "--use-rope-scaling": {"rope_scaling": None},
