@@ -10,12 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from stretto.base.errors import ConfigError
+from stretto.data.image_columns import IMAGE_KEYS
 from stretto_vime.flags import mesh
 from stretto_vime.flags.flag import Setting, Values
 from stretto_vime.flags.groups import BY_NAME, megatron, training, watching
 from stretto_vime.flags.groups.rollout import row_of_tokens
 from stretto_vime.flags.shape import read_shape
 
+OF_IMAGES = [[("image", column)] for column in IMAGE_KEYS]
+"""What --multimodal-keys may say: `sft` finds these columns by itself."""
 ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
 MOVED = {"trainer.optim": "optim", "trainer.scheduler": "scheduler", "trainer.is_deterministic": "is_deterministic",
          "trainer.memory_profiler_path": "memory_profiler_path"}  # fmt: skip
@@ -29,7 +32,7 @@ MEANT = {
     "--rollout-shuffle", "--num-epoch", "--num-rollout", "--rollout-batch-size", "--global-batch-size",
     "--num-steps-per-rollout", "--max-tokens-per-gpu", "--actor-num-nodes", "--actor-num-gpus-per-node", "--load",
     "--ref-load", "--colocate", "--dry-run", "--print-config", "--rollout-max-context-len", "--label-key",
-    "--apply-chat-template",
+    "--apply-chat-template", "--multimodal-keys",
 }  # fmt: skip
 """Flags that say what fine-tuning is, beside those whose keys are kept."""
 
@@ -53,6 +56,12 @@ def problems(flags: Values) -> Iterator[str]:
         if name != "sft_rollout":
             given = flags.given["--rollout-function-path"]
             yield f"{given}: conversations are read from --prompt-data; leave it out"
+    if flags.multimodal_keys is not None and [*flags.multimodal_keys.items()] not in OF_IMAGES:
+        columns = " or ".join(IMAGE_KEYS)
+        yield (
+            f"{flags.given['--multimodal-keys']}: conversations have text and images, the latter in the column "
+            f"{columns} of --prompt-data; rename it"
+        )
     samples, size = flags.rollout_batch_size or 1, flags.global_batch_size
     if size and samples % size:
         yield f"{flags.given['--global-batch-size']}: must divide {flags.given['--rollout-batch-size']}"

@@ -68,12 +68,19 @@ def test_nodes_are_those_of_a_cluster(directory):
         ("--prompt-data none.jsonl", "--prompt-data none.jsonl: no such file"),
         ("--rollout-function-path my.function", "conversations are read from --prompt-data"),
         ("--num-layers 3", "--num-layers 3 (there 36)"),
+        ('--multimodal-keys \'{"image": "picture"}\'', "in the column images or image of --prompt-data; rename it"),
     ],
 )
 def test_what_cannot_be_is_said(flags, said, directory):
     with pytest.raises(ConfigError) as caught:
         read_command(words(flags))
     assert said in str(caught.value)
+
+
+def test_the_column_of_images_that_is_found_anyway_is_no_note(directory):
+    for column in ("images", "image"):
+        command = read_command(words(f'--multimodal-keys \'{{"image": "{column}"}}\''))
+        assert not any("--multimodal-keys" in note for note in command.notes)
 
 
 @pytest.mark.heavy

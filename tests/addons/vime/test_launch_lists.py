@@ -32,6 +32,7 @@ FILES = {
     "async def reward(args, sample):\n    return 1.0\n\n\n"
     "def keeps(args, samples, **kwargs):\n    return True\n\n\n"
     "def see_all(args, all_groups, data_source): ...\n\n\n"
+    "def see_samples(args, samples): ...\n\n\n"
     "def log(rollout_id, args, samples, extra_metrics, rollout_time):\n    return True\n",
     "correct.py": "def weights(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs):\n"
     "    return pg_loss, loss_masks, {}\n",
@@ -63,7 +64,12 @@ def put_files(directory: Path) -> None:
     drawn = BytesIO()
     Image.new("RGB", (32, 32)).save(drawn, "PNG")
     picture = {"bytes": drawn.getvalue(), "path": None}
-    seen = [{"problem": "<image>What is it?", "answer": row["label"], "images": [picture]} for row in ROWS]
+    question = "<image>What is it?"
+    seen = [
+        {"problem": question, "answer": row["label"], "images": [picture],
+         "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": row["label"]}]}
+        for row in ROWS
+    ]  # fmt: skip
     for name, rows in (("openhermes", ROWS), ("nq", searched), ("geo3k", seen)):
         parquet.write_table(pa.Table.from_pylist(rows), directory / "DATA" / f"{name}.parquet")
     for name, text in FILES.items():
