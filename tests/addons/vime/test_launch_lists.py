@@ -123,6 +123,7 @@ def test_the_flags_of_a_launch_script_are_a_plan(name, directory, capsys):
     assert "KEY-OF-MINE" not in said.out + said.err
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", LAUNCHES["runs"])
 def test_where_megatron_core_is_it_trains_or_a_note_says_why_not(name, directory, monkeypatch):
     put_megatron(directory, monkeypatch)

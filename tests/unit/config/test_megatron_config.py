@@ -192,12 +192,13 @@ def test_what_the_trainers_python_lacks_is_told(tmp_path, found, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.heavy
 def test_a_python_that_does_not_answer_in_time_is_not_called_broken(tmp_path, monkeypatch):
     monkeypatch.setattr("stretto.check.megatron.PROBE_S", 0.2)
     slow = tmp_path / "python"
     slow.write_text("#!/bin/sh\nexec sleep 20\n")
     slow.chmod(0o755)
-    with pytest.raises(ConfigError, match="did not answer within 0.2 s; try again when the machine is less busy"):
+    with pytest.raises(ConfigError, match=r"did not answer within 0\.2 s; try again when the machine is less busy"):
         check_trainer_python(TrainerKeys(interpreter=str(slow)))
 
 
