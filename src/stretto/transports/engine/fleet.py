@@ -40,6 +40,31 @@ class EngineState(StrEnum):
     DRAINED = "drained"
 
 
+class Call:
+    """A request that a task makes to an engine, and that somebody else may end."""
+
+    __slots__ = ("_is_absorbed", "_is_ended", "_num_cancelled", "_task")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "requests are made by tasks"
+        self._task, self._num_cancelled = task, task.cancelling()
+        self._is_ended = self._is_absorbed = False
+
+    def cancel(self) -> None:
+        """End the request: its task goes on with an error."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._task.cancel()
+
+    def absorb(self) -> bool:
+        """Take the cancellation back; whether it came from `cancel` alone, and not also from who cancels the task."""
+        if not self._is_ended or self._is_absorbed:
+            return False
+        self._is_absorbed = True
+        return self._task.uncancel() <= self._num_cancelled
+
+
 @dataclass(eq=False)
 class EngineNode:
     """One address of an engine: a whole engine, or one node of an engine that spans several."""
@@ -49,8 +74,10 @@ class EngineNode:
     reason: str = ""
     since: float = field(default_factory=time.monotonic)
     """Start of its state, monotonic seconds."""
-    requests: set[asyncio.Task[bytes]] = field(default_factory=set)
-    """Running requests on it, which are cancelled when it goes down, or is drained and does not answer."""
+    requests: set[Call] = field(default_factory=set)
+    """Running requests on it, which are ended when it goes down, or is drained and does not answer."""
+    is_idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the last of them has ended; cleared by who waits for that."""
     other_nodes: frozenset[str] = frozenset()
     """Addresses of the other nodes of its engine: they go down and come back together."""
     is_new: bool = False
@@ -59,6 +86,14 @@ class EngineNode:
     """Set when a connection to it broke, and when it goes down: whoever watches it does not sleep on."""
     note: str = ""
     """Its reason while it is READY."""
+
+    async def wait_until_idle(self, timeout_s: float) -> None:
+        """Wait until no request runs on it, at most so long."""
+        self.is_idle.clear()
+        if self.requests:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self.is_idle.wait()
 
 
 class Fleet:
@@ -165,8 +200,8 @@ class Fleet:
         node.is_suspected.set()
         self.generation += 1
         logger.warning("engine %s is down: %s; %d of %d are up", url, reason, len(self.ready()), len(self.nodes))
-        for task in tuple(node.requests) if len(self.nodes) > 1 else ():
-            task.cancel()
+        for call in tuple(node.requests) if len(self.nodes) > 1 else ():
+            call.cancel()
         self._on_down(url, reason)
         async with self._changed:
             self._changed.notify_all()
@@ -259,21 +294,17 @@ class Fleet:
         node = self.nodes.get(url)
         if node is None:
             return await call
-        task = asyncio.ensure_future(call)
-        node.requests.add(task)
+        request = Call()
+        node.requests.add(request)
         try:
-            return await task
+            return await call
         except asyncio.CancelledError:
-            if node.state is not EngineState.READY and not _is_cancelled():
-                what = "was drained and does not answer" if node.state is EngineState.DRAINED else "went down"
-                raise http.Transient(f"{url} {what}: {node.reason}".removesuffix(": ")) from None
-            task.cancel()
-            raise
+            if not request.absorb():
+                raise
+            what = "was drained and does not answer" if node.state is EngineState.DRAINED else "went down"
+            raise http.Transient(f"{url} {what}: {node.reason}".removesuffix(": ")) from None
         finally:
-            node.requests.discard(task)
-
-
-def _is_cancelled() -> bool:
-    """Whether this task itself was cancelled, rather than the call for which it waits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+            request.absorb()
+            node.requests.discard(request)
+            if not node.requests:
+                node.is_idle.set()

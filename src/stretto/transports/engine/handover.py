@@ -74,15 +74,13 @@ class Handover:
             await self._routed.correct_until_done()
             await self._end_routed(node, wait_s)
             return
-        if node.requests:
-            await asyncio.wait(set(node.requests), timeout=wait_s)
+        await node.wait_until_idle(wait_s)
         self._done.add(url)
         while node.requests and self._fleet.nodes.get(url) is node:
             if not await self._abort_all(url):  # it is gone, perhaps with its host: they are sent again elsewhere
-                for task in tuple(node.requests):
-                    task.cancel()
-            if node.requests:
-                await asyncio.wait(set(node.requests), timeout=_ABORT_S)
+                for call in tuple(node.requests):
+                    call.cancel()
+            await node.wait_until_idle(_ABORT_S)
 
     async def _end_routed(self, node: EngineNode, wait_s: float) -> None:
         """Wait until an engine behind a router has no requests; from wait_s on they are ended.

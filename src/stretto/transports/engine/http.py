@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 
 import aiohttp
+import httptools
 
 from stretto.base.errors import EngineError, reason_of
 from stretto.base.runtime import raise_file_limit
 from stretto.transports.engine import api
+from stretto.transports.engine.connection import KEEP_ALIVE_S, Answer, NotConnected, Pool, Target, are_plain, target_of
 
 _TRY_AGAIN = (408, 409)
 """408: timed out on the way; 409: the engine has not noticed yet that the request's last connection is closed."""
 _REFUSED = (400, 413, 422)
-KEEP_ALIVE_S = 3.0
-"""Seconds for which an idle connection is reused: vLLM closes one after 5 s, and a POST on its way then is lost."""
 _NO_ENGINE = (b"Model not found", b"no generate-capable model is registered")
 """In answers of routers that have no engine for a request."""
 
@@ -43,11 +44,20 @@ class Full(Transient):
     """The engine accepts no more requests at the moment."""
 
 
+_MOVED = (301, 302, 303, 307, 308)
+
+
 class Connections:
-    """Connections to engines, and to a router if `has_router`; every request has these headers."""
+    """Connections to engines, and to a router if `has_router`; every request has these headers.
+
+    A request with a body goes over connection.py's connections; what these cannot do, aiohttp does.
+    """
 
     def __init__(self, headers: Mapping[str, str], *, has_router: bool) -> None:
         self._headers, self._has_router = headers, has_router
+        self._names = {name.lower() for name in headers}
+        self._pool = Pool()
+        self._targets: dict[str, Target | None] = {}  # by URL; None: aiohttp's
         self._session: aiohttp.ClientSession | None = None
 
     async def request(
@@ -58,6 +68,40 @@ class Connections:
         Raises: Transient, Unavailable or Full when another attempt may succeed; RequestRefused or EngineError with the
         server's message when the request itself is wrong.
         """
+        target = self._target(url) if body is not None and method == "POST" else None
+        if target is None or body is None or not are_plain(headers or {}, self._names):
+            answer = await self._ask_session(method, url, body, headers)
+        else:
+            answer = await self._post(target, url, body, headers or {})
+            if answer.status in _MOVED or "set-cookie" in answer.headers:
+                self._targets[url] = None  # from now on
+                if answer.status in _MOVED:
+                    answer = await self._ask_session(method, url, body, headers)
+        if answer.status == 200:
+            return answer.body
+        raise self._error(url, answer)
+
+    def _target(self, url: str) -> Target | None:
+        if url not in self._targets:
+            raise_file_limit()
+            self._targets[url] = target_of(url, self._headers)
+        return self._targets[url]
+
+    async def _post(self, target: Target, url: str, body: bytes, headers: dict[str, str]) -> Answer:
+        """The answer to a POST request. Raises: Lost."""
+        try:
+            return await self._pool.post(target, headers, body)
+        except NotConnected as error:
+            number = error.errno or 0  # a name that is not known has another table of numbers
+            why = os.strerror(number).lower() if number > 0 else reason_of(error.cause)
+            raise Lost(f"{url}: cannot connect: {why}") from error
+        except OSError as error:
+            raise Lost(f"{url}: {error}") from error
+        except (httptools.HttpParserError, zlib.error) as error:
+            raise Lost(f"{url}: the answer is no HTTP: {error}") from error
+
+    async def _ask_session(self, method: str, url: str, body: bytes | None, headers: dict[str, str] | None) -> Answer:
+        """The answer to any request. Raises: Lost; EngineError for a wrong address."""
         session = self._open()
         try:
             async with session.request(method, url, data=body, headers=headers) as response:
@@ -70,18 +114,20 @@ class Connections:
             raise Lost(f"{url}: cannot connect: {why}") from error
         except (aiohttp.ClientError, ConnectionError) as error:  # also an answer that is no HTTP
             raise Lost(f"{url}: {type(error).__name__}: {error}") from error
-        if response.status == 200:
-            return data
-        message = f"{url}: HTTP {response.status}: {api.error_message(data)}"
+        return Answer(response.status, {name.lower(): value for name, value in response.headers.items()}, data)
+
+    def _error(self, url: str, answer: Answer) -> Exception:
+        """What an answer with another status than 200 means."""
+        message = f"{url}: HTTP {answer.status}: {api.error_message(answer.body)}"
         # Dynamo's frontend does not know the model while it has no engine, and lists it before it can serve it.
-        has_no_engine = self._has_router and response.status == 404 and any(text in data for text in _NO_ENGINE)
-        if response.status in (429, 503) or has_no_engine:
-            busy = Full(message) if response.status == 429 else Unavailable(message)
-            busy.wait_s = _seconds(response.headers.get("Retry-After"))
-            raise busy
-        if response.status in _TRY_AGAIN or response.status >= 500:
-            raise Transient(message)
-        raise (RequestRefused if response.status in _REFUSED else EngineError)(message)
+        has_no_engine = self._has_router and answer.status == 404 and any(text in answer.body for text in _NO_ENGINE)
+        if answer.status in (429, 503) or has_no_engine:
+            busy = Full(message) if answer.status == 429 else Unavailable(message)
+            busy.wait_s = _seconds(answer.headers.get("retry-after"))
+            return busy
+        if answer.status in _TRY_AGAIN or answer.status >= 500:
+            return Transient(message)
+        return (RequestRefused if answer.status in _REFUSED else EngineError)(message)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -94,6 +140,7 @@ class Connections:
         return self._session
 
     async def close(self) -> None:
+        self._pool.close()
         if self._session is not None:
             await self._session.close()
             self._session = None
