@@ -50,6 +50,8 @@ class Backend(Protocol):
 
     name: str
     stop_ids: tuple[int, ...]
+    reads_history: bool
+    """Whether `bridge` reads the messages of the history, rather than their tokens alone."""
 
     def render(
         self,

@@ -60,6 +60,8 @@ class UnfitVocabularyError(ConfigError):
 class FamilyBackend:
     """One renderer of the library."""
 
+    reads_history = False
+
     def __init__(self, backend: Any, family: str):
         self.name = family
         self._backend = backend
@@ -92,7 +94,8 @@ class FamilyBackend:
         *,
         has_owners: bool = False,
     ) -> Rendered | None:
-        found = self._backend.bridge_to_next_turn(list(prompt_ids), list(completion_ids), list(messages), tools=tools)
+        before = _as_list(prompt_ids), _as_list(completion_ids)
+        found = self._backend.bridge_to_next_turn(*before, list(messages), tools=tools)
         if found is None:
             return None
         return self._with_owners(found) if has_owners else Rendered(found.token_ids)
@@ -118,7 +121,7 @@ class FamilyBackend:
         self, completion_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Sequence[Message] | None
     ) -> Parsed:
         parsed = self._backend.parse_response(
-            list(completion_ids), tools=tools, prompt_ids=None if prompt_ids is None else list(prompt_ids)
+            _as_list(completion_ids), tools=tools, prompt_ids=None if prompt_ids is None else _as_list(prompt_ids)
         )
         return from_library(parsed)
 
@@ -126,6 +129,10 @@ class FamilyBackend:
         ids, owners, is_text = rendered.token_ids, rendered.message_indices, rendered.is_content
         assert len(is_text) == len(owners) == len(ids), f"{self.name} attributes no tokens"
         return Rendered(ids, [owner if text else -1 for owner, text in zip(owners, is_text)])
+
+
+def _as_list(token_ids: Sequence[int]) -> list[int]:
+    return token_ids if isinstance(token_ids, list) else list(token_ids)
 
 
 def from_library(parsed: Any) -> Parsed:

@@ -393,7 +393,8 @@ class Renderer:
         has_owners: bool = False,
     ) -> Rendered | None:
         before = _as_list(prompt_ids), _as_list(completion_ids)
-        past, new = self._plain(history, is_counted=False), self._plain(messages, is_counted=not has_owners)
+        past = self._plain(history, is_counted=False) if self._backend.reads_history else history
+        new = self._plain(messages, is_counted=not has_owners)
         return self._backend.bridge(*before, past, new, tools, has_owners=has_owners)
 
     def _expanded(

@@ -37,6 +37,8 @@ _MAX_KNOWN = 2**16
 class TemplateBackend:
     """One chat template over one tokenizer."""
 
+    reads_history = True
+
     def __init__(
         self,
         tokenizer: Tokenizer,

@@ -68,14 +68,14 @@ def parse_message(message: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def checked_messages(messages: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Messages that an environment gave; `where` names the environment and the call.
+def checked_messages(messages: Sequence[Any], where: str, *, first: int = 0) -> list[dict[str, Any]]:
+    """Messages that an environment gave; `where` names the environment and the call, `first` the first one's number.
 
     Keys that are not ours stay: the model's template may read them.
 
     Raises: EnvError that names the message and what to give in its place.
     """
-    return [_checked(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+    return [_checked(message, f"{where}[{index}]") for index, message in enumerate(messages, first)]
 
 
 def _checked(message: Any, where: str) -> dict[str, Any]:

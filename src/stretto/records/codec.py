@@ -39,6 +39,17 @@ _ARRAY = 1  # msgpack extension code; its data is the array's index
 _DTYPES = {np.dtype(c).newbyteorder("<").str: np.dtype(c).newbyteorder("<") for c in "?bBhHiIqQefd"}
 
 
+_ZEROS = bytes(_ALIGN)
+
+
+def _reference(index: int) -> msgspec.msgpack.Ext:
+    """What stands in a record's body for its array `index`."""
+    return msgspec.msgpack.Ext(_ARRAY, index.to_bytes(4, "little"))
+
+
+_FIRST = tuple(map(_reference, range(64)))
+
+
 class _Header(msgspec.Struct, array_like=True):
     type: str
     # dtype and shape; arrays over 4 KiB have a frame of their own, smaller ones share one.
@@ -55,24 +66,34 @@ def encode(obj: Any) -> list[BytesLike]:
     Contiguous large arrays are not copied.
     """
     arrays: list[np.ndarray] = []
-    known: dict[int, int] = {}  # id of an array -> its index
+    known: dict[int, msgspec.msgpack.Ext] = {}  # id of an array -> the reference to it
 
     def hook(value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            index = known.setdefault(id(value), len(arrays))
-            if index == len(arrays):
+            if (reference := known.get(id(value))) is None:
+                index = len(arrays)
                 arrays.append(_portable(value))
-            return msgspec.msgpack.Ext(_ARRAY, index.to_bytes(4, "little"))
+                reference = _FIRST[index] if index < len(_FIRST) else _reference(index)
+                known[id(value)] = reference
+            return reference
         if isinstance(value, np.generic):
             return value.item()
         raise TypeError(f"a record cannot hold a {type(value).__name__}; use numbers, text, containers or numpy arrays")
 
     body = msgspec.msgpack.encode(obj, enc_hook=hook)
-    header = _Header(type(obj).__name__, [(a.dtype.str, a.shape) for a in arrays], msgspec.Raw(body))
+    kinds: list[tuple[str, tuple[int, ...]]] = []
+    small, large = [], []
+    for array in arrays:
+        kinds.append((array.dtype.str, array.shape))
+        if (size := array.nbytes) > _SMALL:
+            large.append(array.reshape(-1).view(np.uint8).data)
+            continue
+        small.append(array.tobytes())
+        if padding := -size % _ALIGN:
+            small.append(_ZEROS[:padding])
+    header = _Header(type(obj).__name__, kinds, msgspec.Raw(body))
     first = _PREFIX.pack(_MAGIC, SCHEMA) + msgspec.msgpack.encode(header)
-    small = b"".join(a.tobytes() + bytes(-a.nbytes % _ALIGN) for a in arrays if a.nbytes <= _SMALL)
-    large = [a.reshape(-1).view(np.uint8).data for a in arrays if a.nbytes > _SMALL]
-    return [first, small, *large] if len(large) < len(arrays) else [first, *large]
+    return [first, b"".join(small), *large] if len(large) < len(arrays) else [first, *large]
 
 
 @overload
@@ -105,15 +126,16 @@ def decode(frames: Sequence[BytesLike], kind: Any) -> Any:
 def encode_blob(obj: Any) -> bytes:
     """Encode a record as bytes for a file: length and crc32 first, arrays aligned to 8 bytes."""
     frames = encode(obj)
-    parts: list[BytesLike] = [struct.pack(f"<{len(frames)}Q", *(len(frame) for frame in frames))]
-    for frame in frames:
+    sizes = [len(frame) for frame in frames]
+    parts: list[BytesLike] = [struct.pack(f"<{len(frames)}Q", *sizes)]
+    for frame, length in zip(frames, sizes):
         parts.append(frame)
-        if padding := -len(frame) % _ALIGN:
-            parts.append(bytes(padding))
-    crc = 0
+        if padding := -length % _ALIGN:
+            parts.append(_ZEROS[:padding])
+    crc = size = 0
     for part in parts:
         crc = zlib.crc32(part, crc)
-    size = sum(map(len, parts))
+        size += len(part)
     return b"".join((_BLOB.pack(_BLOB_MAGIC, SCHEMA, 0, len(frames), crc, size), *parts))
 
 

@@ -8,9 +8,8 @@ token is trained twice. Each agent of an episode has a recorder; all share the e
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -79,26 +78,15 @@ class Budget:
         self.limit = self.limit or reason
         return LimitReached(text, reason=reason)
 
-    @contextlib.contextmanager
-    def noting_full_context(self) -> Iterator[None]:
-        """Note that no reply fits, if the code inside says so."""
-        try:
-            yield
-        except OutOfContext:
-            self.limit = self.limit or Reason.CONTEXT_FULL
-            raise
-
-    @contextlib.contextmanager
-    def numbering(self, agent: str) -> Iterator[int]:
-        """The number of a turn that is requested now; the next one has it again if this one gets no reply."""
-        turn = len(self.owners)
+    def number_turn(self, agent: str) -> int:
+        """The number of a turn that is requested now."""
         self.owners.append(agent)
-        try:
-            yield turn
-        except BaseException:
-            if turn == len(self.owners) - 1:
-                self.owners.pop()
-            raise
+        return len(self.owners) - 1
+
+    def take_back(self, turn: int) -> None:
+        """A turn got no reply: the next one has its number, unless another has begun meanwhile."""
+        if turn == len(self.owners) - 1:
+            self.owners.pop()
 
     async def begin_turn(self, num_requested: int) -> int:
         """Open a turn and return how many tokens it may have; `end_turn` must follow.
@@ -181,6 +169,7 @@ class Recorder(RolloutContext):
         self._agents: dict[str, Recorder] = {name: self}
         self._branches: list[OpenBranch] = []
         self._history: list[Message] = []  # a copy: environments edit their messages in place
+        self._has_system_prompt = False  # whether the first message of the history is the run's, not the environment's
         self._tools: list[dict[str, Any]] | None = None  # with which the history was rendered
         self._turn: tuple[np.ndarray, np.ndarray] | None = None  # prompt and completion of the last chat turn
         self._images: tuple[Image, ...] = ()  # of the history
@@ -278,7 +267,7 @@ class Recorder(RolloutContext):
         name = "-".join((play.run_id, draw.rollout_id(self._member), *stream))
         temperature = play.behavior_temperature(sampling.get("temperature"))
         branch = self._extended_branch(prompt_ids, temperature, images)
-        with self.budget.noting_full_context():
+        try:
             request = play.build_request(
                 f"{name}-{self._attempt}{f'.{self._life}' if self._life else ''}-{self._num_turns}",
                 prompt_ids,
@@ -290,10 +279,16 @@ class Recorder(RolloutContext):
                 routed_experts_start=0 if branch is None else branch.num_known_routes,
                 overrides=sampling,
             )
+        except OutOfContext:
+            self.budget.limit = self.budget.limit or Reason.CONTEXT_FULL
+            raise
         self._is_busy = True
+        turn = self.budget.number_turn(self.name)
         try:
-            with self.budget.numbering(self.name) as turn:
-                completion = await self._before_deadline(request, temperature, branch)
+            completion = await self._before_deadline(request, temperature, branch)
+        except BaseException:
+            self.budget.take_back(turn)
+            raise
         finally:
             self._is_busy = False
         weights, self._ce_weights = self._ce_weights, None
@@ -320,8 +315,7 @@ class Recorder(RolloutContext):
 
     async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **sampling: Any) -> Reply:
         task = self._draw.task
-        messages = checked_messages(messages, f"environment {task.env}, task {task.task_id}: messages of ctx.chat")
-        messages = with_system_prompt(messages, self._play.system_prompts.get(task.env))
+        messages = self._checked(messages, f"environment {task.env}, task {task.task_id}: messages of ctx.chat")
         renderer, first_new, images = self._play.renderer, len(self._history), self._images
         await load_images(renderer, messages[first_new:])
         prompt_ids = self._extend(messages, tools)
@@ -337,6 +331,15 @@ class Recorder(RolloutContext):
         self._history = [*history, deep_copy(reply.message)]
         self._turn, self._tools, self._images = (prompt_ids, reply.token_ids), tools_now, images
         return reply
+
+    def _checked(self, messages: Sequence[Message], where: str) -> list[Message]:
+        """The messages behind a system prompt; those that are in the history as they stand were checked before."""
+        messages, known = list(messages), self._history[int(self._has_system_prompt) :]
+        num_same = len(known) if messages[: len(known)] == known else 0
+        messages = [*known[:num_same], *checked_messages(messages[num_same:], where, first=num_same)]
+        whole = with_system_prompt(messages, self._play.system_prompts.get(self._draw.task.env))
+        self._has_system_prompt = len(whole) > len(messages)
+        return whole
 
     def keep(self, sequences: Sequence[tuple[Int[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]]) -> None:
         self._chosen = [self._locate(tokens, is_trained) for tokens, is_trained in sequences]
@@ -399,6 +402,8 @@ class Recorder(RolloutContext):
         Raises: EngineError; LimitReached as `_within_limits`, and at the deadline.
         """
         deadline = self.budget.deadline if self.num_turns else None
+        if deadline is None:
+            return await self._within_limits(request, temperature, branch)
         try:
             async with asyncio.timeout_at(deadline) as timeout:
                 return await self._within_limits(request, temperature, branch)
@@ -437,10 +442,12 @@ class Recorder(RolloutContext):
         Raises: EngineError.
         """
         play, draw = self._play, self._draw
-        known = self._branches[-1] if self._branches else OpenBranch(temperature)
-        begun = match_saved_turn(
-            self._replay, request, temperature, known.token_ids, known.images, draw.rollout_id(self._member)
-        )
+        begun = None
+        if self._replay:
+            known = self._branches[-1] if self._branches else OpenBranch(temperature)
+            begun = match_saved_turn(
+                self._replay, request, temperature, known.token_ids, known.images, draw.rollout_id(self._member)
+            )
         if begun is not None and begun.is_done:
             if begun.completion.routed_experts is None:
                 self.budget.turns.append(begun)

@@ -7,6 +7,7 @@ arrays travel as base64 of .npy files.
 from __future__ import annotations
 
 import io
+import math
 from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any
 
@@ -266,8 +267,9 @@ def _decode_targets(request: GenerateRequest, answer: _Answer) -> np.ndarray | N
 
 
 def _finite_logprobs(request: GenerateRequest, choice: _Choice) -> np.ndarray:
-    logprobs = np.array([entry.logprob for entry in choice.logprobs.content], np.float32)
-    if not np.isfinite(logprobs).all():
+    values = [entry.logprob for entry in choice.logprobs.content]
+    logprobs = np.array(values, np.float32)
+    if None in values or (not math.isfinite(sum(values)) and not np.isfinite(logprobs).all()):
         version = choice.weight_versions[-1].version if choice.weight_versions else "0"
         raise EngineError(
             f"weights of version {version} give log-probabilities that are not finite ({request.request_id}): training "

@@ -81,10 +81,10 @@ def target_of(url: str, headers: Mapping[str, str]) -> Target | None:
 
 def are_plain(headers: Mapping[str, str], given: Collection[str] = ()) -> bool:
     """Whether this module sends such headers: none that it makes itself or that is given already, no line breaks."""
-    return not any(
-        (lower := name.lower()) in _OWN_HEADERS or lower in given or _BREAK.search(name) or _BREAK.search(value)
-        for name, value in headers.items()
-    )
+    for name, value in headers.items():
+        if (lower := name.lower()) in _OWN_HEADERS or lower in given or _BREAK.search(name) or _BREAK.search(value):
+            return False
+    return True
 
 
 class Pool:
@@ -102,7 +102,9 @@ class Pool:
         Raises: NotConnected; another OSError if the connection ends before the answer is there;
         httptools.HttpParserError and zlib.error for an answer that is no HTTP.
         """
-        own = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        own = ""
+        for name, value in headers.items():
+            own += f"{name}: {value}\r\n"
         head = b"%b%bContent-Length: %d\r\n\r\n" % (target.head, own.encode(), len(body))
         if (connection := self._reuse(target[:2])) is None:
             try:
@@ -230,8 +232,7 @@ class _Connection(asyncio.Protocol):
 
     # -- what the transport calls --
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:

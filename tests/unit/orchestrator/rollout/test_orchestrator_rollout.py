@@ -1,4 +1,5 @@
 import asyncio
+import copy
 import random
 import tracemalloc
 from collections import Counter
@@ -17,14 +18,16 @@ from stretto.config.sections.algorithm import (
     ZeroAlgo,
 )
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection
+from stretto.data.messages import checked_messages
 from stretto.envs.base import RolloutResult
 from stretto.orchestrator.batch import to_samples, whiten_samples
 from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import mean_over_envs
 from stretto.orchestrator.groups.advantages import assign_advantages
-from stretto.orchestrator.rollout.play import Draw
+from stretto.orchestrator.rollout.play import Draw, with_system_prompt
 from stretto.orchestrator.rollout.player import Player
+from stretto.orchestrator.rollout.recorder import Recorder
 from stretto.orchestrator.tasks.order import TaskMix, seed_of, shuffled_index
 from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.records.rollout import RolloutStatus
@@ -201,6 +204,45 @@ def test_a_rewritten_history_opens_a_branch_and_no_token_is_trained_twice():
     assert [text_of(b, True) for b in rollout.branches] == ["w70.", "w71.", "w72."]
     scored_group, _ = assign_advantages(group, ZeroAlgo())
     assert [s.sample_id for s in to_samples([scored_group])] == ["g7.0/0", "g7.0/1", "g7.0/2"]
+
+
+class Copying:
+    """Sends equal copies of its messages, then changes the first one, then sends what is no message."""
+
+    name = "copying"
+    tasks, num_tasks = EchoEnv.tasks, None
+
+    def __init__(self, last="last"):
+        self.last = last
+
+    async def rollout(self, task, ctx):
+        messages = [{"role": "user", "content": "one."}]
+        for text in ("two.", "three.", "four."):
+            reply = await ctx.chat(tuple(copy.deepcopy(messages)))
+            messages += [reply.message, {"role": "user", "content": text}]
+            if text == "four.":
+                messages[0]["content"] = "other."
+        await ctx.chat(messages)
+        await ctx.chat([*messages, {"role": "user", "content": self.last}])
+        return RolloutResult(reward=0.0)
+
+
+@pytest.mark.parametrize("prompt", [None, "be brief"])
+def test_messages_that_were_checked_before_are_rendered_as_if_all_were_checked(prompt, monkeypatch):
+    prompts = {} if prompt is None else {"copying": prompt}
+    [fast] = play(Copying(), FakeEngine(parrot(1.0)), members=1, system_prompts=prompts).rollouts
+    wrong = play(Copying(5), FakeEngine(parrot(1.0)), members=1, system_prompts=prompts, max_retries=0).rollouts[0]
+    assert "messages of ctx.chat[7].content must be text, got 5" in wrong.error
+
+    def check_all(self, messages, where):
+        return with_system_prompt(checked_messages(messages, where), prompt)
+
+    monkeypatch.setattr(Recorder, "_checked", check_all)
+    [slow] = play(Copying(), FakeEngine(parrot(1.0)), members=1, system_prompts=prompts).rollouts
+    assert len(fast.branches) == len(slow.branches) == 3 and fast.num_turns == 5
+    for branch, same in zip(fast.branches, slow.branches):
+        assert branch.token_ids.tolist() == same.token_ids.tolist()
+        assert branch.is_sampled.tolist() == same.is_sampled.tolist()
 
 
 def test_an_episode_that_runs_out_of_room_is_truncated_not_failed():
