@@ -15,7 +15,7 @@ import socket
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohappyeyeballs
@@ -189,7 +189,7 @@ class Pool:
 class _Addresses(NamedTuple):
     """What a name means, for some seconds."""
 
-    found: asyncio.Future[list[tuple]]
+    found: asyncio.Future[list[tuple[Any, ...]]]
     until: float
     turn: itertools.count[int]
 
@@ -213,7 +213,8 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None and self._answer is None
         if not self.is_reusable:
             raise Closed("the server closed the connection at once")
-        answer = self._answer = self._loop.create_future()
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        self._answer = answer
         if len(body) < _SMALL:
             self._transport.write(head + body)
         else:
