@@ -22,7 +22,7 @@ from stretto.base.files import cache_dir
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "products.c", "training.c"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("chosen.c", "kernels.c", "products.c", "training.c"))
 _HEADER = Path(__file__).with_name("lanes.h")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
 _COMPILE_S = 60

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stretto.models.native.chosen import ChosenKernels, find_chosen_kernels
 from stretto.models.segments import SegmentTree
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ def index_scores(
 def choose_keys(vectors: IndexVectors, visible: VisibleKeys, top_k: int) -> Int32[Tensor, "queries chosen"]:
     """The best keys among those that each query sees, by index; NOT_A_KEY comes first."""
     count = min(top_k, visible.max_count)
+    if (kernels := find_chosen_kernels(*vectors, widths=(vectors.keys.shape[-1],))) is not None:
+        return kernels.choose(*vectors, visible.spans, count)
     queries, weights, keys = (part.float() for part in vectors)
     chosen = torch.full((len(queries), count), NOT_A_KEY, dtype=torch.int32, device=keys.device)
     for block in visible.blocks():
@@ -230,13 +233,67 @@ def attend_chosen(
         chosen = choose_keys(choice.vectors, visible, choice.top_k)
         choice.chosen[choice.source] = chosen
     counts = np.minimum(visible.counts, choice.top_k)
-    k = k.squeeze(1)
-    out = _ChosenAttention.apply(q, k, chosen, counts, v.shape[-1], choice.scale)
-    if choice.loss_scale is None or choice.vectors is None or not torch.is_grad_enabled():
+    k, value_dim = k.squeeze(1), v.shape[-1]
+    has_loss = choice.loss_scale is not None and choice.vectors is not None and torch.is_grad_enabled()
+    kernels = find_chosen_kernels(q, k, widths=(q.shape[-1], value_dim))
+    if kernels is not None:
+        out, weights = _NativeAttention.apply(q, k, chosen, counts, value_dim, choice.scale, has_loss, kernels)
+    else:
+        out = _ChosenAttention.apply(q, k, chosen, counts, value_dim, choice.scale)
+    if not has_loss:
         return out
-    out, loss = _IndexLoss.apply(out, *choice.vectors, q.detach(), k.detach(), chosen, counts, choice)
+    assert choice.vectors is not None
+    if kernels is not None and find_chosen_kernels(*choice.vectors, widths=(choice.vectors.keys.shape[-1],)) is kernels:
+        out, loss = _NativeIndexLoss.apply(out, *choice.vectors, weights, chosen, counts, choice.loss_scale, kernels)
+    else:
+        out, loss = _IndexLoss.apply(out, *choice.vectors, q.detach(), k.detach(), chosen, counts, choice)
     choice.losses[choice.source] = loss.detach()
     return out
+
+
+class _NativeAttention(torch.autograd.Function):
+    """`_ChosenAttention` as one call (native/chosen.py); also the weights averaged over heads, if asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, chosen: Tensor, counts: np.ndarray, value_dim: int, scale: float,
+        has_means: bool, kernels: ChosenKernels,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        out, norms, means = kernels.attend(q, k, chosen, counts, value_dim, scale, has_means=has_means)
+        ctx.save_for_backward(q, k, chosen, norms)
+        ctx.counts, ctx.scale, ctx.kernels = counts, scale, kernels
+        if means is not None:
+            ctx.mark_non_differentiable(means)
+        return out, means
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, chosen, norms = ctx.saved_tensors
+        grads = ctx.kernels.attend_backward(q, k, chosen, ctx.counts, norms, grad, ctx.scale)
+        return *grads, None, None, None, None, None, None
+
+
+class _NativeIndexLoss(torch.autograd.Function):
+    """`_IndexLoss` as one call (native/chosen.py), of the weights that the attention had."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, queries: Tensor, weights: Tensor, keys: Tensor, attention: Tensor, chosen: Tensor,
+        counts: np.ndarray, scale: float, kernels: ChosenKernels,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(queries, weights, keys, attention, chosen)
+        ctx.counts, ctx.scale, ctx.kernels = counts, scale, kernels
+        loss = kernels.index_loss(queries, weights, keys, chosen, counts, attention)
+        ctx.mark_non_differentiable(loss)
+        return out.view_as(out), loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        queries, weights, keys, attention, chosen = ctx.saved_tensors
+        grads = ctx.kernels.index_loss_backward(queries, weights, keys, chosen, ctx.counts, attention, ctx.scale)
+        return grad, *grads, None, None, None, None, None
 
 
 class _ChosenAttention(torch.autograd.Function):
