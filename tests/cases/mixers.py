@@ -64,5 +64,12 @@ MIXER_CASES = {
             "v_head_dim": 12,
         },
     ),
-    "deepseek_v32": ("deepseek_v32", _INDEXED | {"rope_parameters": _KIMI_ROPE, "n_group": 3, "topk_group": 2}),
+    "deepseek_v32": (
+        "deepseek_v32",
+        _INDEXED
+        | {
+            "rope_parameters": _KIMI_ROPE, "n_group": 3, "topk_group": 2,
+            "qk_rope_head_dim": 16, "head_dim": 16, "index_head_dim": 32,  # widths of the kernels in C
+        },
+    ),
 }  # fmt: skip

@@ -144,8 +144,8 @@ typedef struct {
     float scale;
 } Chosen;
 
-/* to[i * stride + j] = x[i] . y[j] for BLOCK rows of both. */
-INLINE void dots(const float *const *x, const float *const *y, int64_t dim, float *to, int64_t stride) {
+/* to[i * BLOCK + j] = x[i] . y[j] for BLOCK rows of both. */
+INLINE void dots(const float *const *x, const float *const *y, int64_t dim, float *to) {
     lanes sums[BLOCK][BLOCK] = {};
     for (int64_t d = 0; d < dim; d += LANES) {
         lanes of[BLOCK];
@@ -155,8 +155,7 @@ INLINE void dots(const float *const *x, const float *const *y, int64_t dim, floa
             for (int j = 0; j < BLOCK; j++) sums[i][j] += own * of[j];
         }
     }
-    for (int i = 0; i < BLOCK; i++)
-        for (int j = 0; j < BLOCK; j++) to[i * stride + j] = sum(sums[i][j]);
+    for (int i = 0; i < BLOCK; i++) four_sums(sums[i], to + i * BLOCK);
 }
 
 /* to[h * stride + j] = x[h] . row keys[j] of `rows` for all heads and `count` keys; the first `dim` of `width` are read. */
@@ -168,7 +167,7 @@ static void products(const float *x, int64_t heads, int64_t x_width, const float
             const float *own[BLOCK];
             float found[BLOCK * BLOCK];
             for (int n = 0; n < BLOCK; n++) own[n] = x + (head + n < heads ? head + n : heads - 1) * x_width;
-            dots(own, of, dim, found, BLOCK);
+            dots(own, of, dim, found);
             for (int n = 0; n < BLOCK && head + n < heads; n++) memcpy(to + (head + n) * stride + j, found + n * BLOCK, BLOCK * sizeof(float));
         }
     }

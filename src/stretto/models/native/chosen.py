@@ -73,7 +73,9 @@ class ChosenKernels:
         spans: ranges of keys, of each query the last first. A query that sees fewer keys has -1 before them.
         """
         queries, weights, spans = _floats(queries), _floats(weights), np.ascontiguousarray(spans, np.int64)
-        tiles = F.pad(keys.float(), (0, 0, 0, -len(keys) % LANES)).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+        tiles = (
+            F.pad(keys.float(), (0, 0, 0, -len(keys) % LANES)).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+        )
         chosen = torch.empty(len(queries), count, dtype=torch.int32)
         longest = int((spans[:, :, 1] - spans[:, :, 0]).sum(1).max(initial=0))
         choice = _Choice(

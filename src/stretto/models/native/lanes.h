@@ -56,7 +56,8 @@ INLINE void put(void *to, int64_t at, lanes x, const int is_half) {
     memcpy((uint16_t *)to + at, &bits, sizeof bits);
 }
 
-INLINE float sum(lanes x) {
+/* Four sums of every fourth value. */
+INLINE quarter folded(lanes x) {
     half low, high;
     memcpy(&low, &x, sizeof low);
     memcpy(&high, (char *)&x + sizeof low, sizeof high);
@@ -64,8 +65,26 @@ INLINE float sum(lanes x) {
     quarter first, second;
     memcpy(&first, &low, sizeof first);
     memcpy(&second, (char *)&low + sizeof first, sizeof second);
-    first += second;
-    return (first[0] + first[2]) + (first[1] + first[3]);
+    return first + second;
+}
+
+INLINE float sum(lanes x) {
+    quarter parts = folded(x);
+    return (parts[0] + parts[2]) + (parts[1] + parts[3]);
+}
+
+/* to[i] = sum(x[i]), i < 4, with the same bits. */
+INLINE void four_sums(const lanes *x, float *to) {
+#if defined(__clang__) || __GNUC__ >= 12
+    quarter parts[4], pairs[2];
+    for (int i = 0; i < 4; i++) parts[i] = folded(x[i]);
+    for (int i = 0; i < 2; i++)
+        pairs[i] = __builtin_shufflevector(parts[2 * i], parts[2 * i + 1], 0, 1, 4, 5) + __builtin_shufflevector(parts[2 * i], parts[2 * i + 1], 2, 3, 6, 7);
+    quarter sums = __builtin_shufflevector(pairs[0], pairs[1], 0, 2, 4, 6) + __builtin_shufflevector(pairs[0], pairs[1], 1, 3, 5, 7);
+    memcpy(to, &sums, sizeof sums);
+#else
+    for (int i = 0; i < 4; i++) to[i] = sum(x[i]);
+#endif
 }
 
 INLINE float largest(lanes x) {

@@ -2,9 +2,10 @@
 
 `choose_keys` scores blocks of keys for blocks of queries and keeps the best so far, and `attend_chosen` gathers the
 chosen keys for a few queries at a time, again in the backward pass. So memory grows with the tokens, not with their
-square. Queries may be any part of a row (`VisibleKeys`), with context parallelism those of one rank, while keys are
-always those of the whole row. The index's vectors and the projections around the attention are in sparse_mla.py. The
-slow reference, a mask over the whole row, is in the tests.
+square. On a CPU kernels in C do both, and the loss of an index, without copies (native/chosen.py), if widths are
+multiples of 16. Queries may be any part of a row (`VisibleKeys`), with context parallelism those of one rank, while
+keys are always those of the whole row. The index's vectors and the projections around the attention are in
+sparse_mla.py. The slow reference, a mask over the whole row, is in the tests.
 
 Source: DeepSeek Sparse Attention, arXiv:2512.02556, section 2.1. Differs: among keys of equal scores the earliest are
 chosen, so that the choice does not depend on the sizes of blocks or on the rank.
@@ -35,6 +36,9 @@ MAX_QUERIES, MAX_KEYS = 64, 2048
 """Most queries and keys of one block of scores."""
 MAX_GATHERED = 1 << 22
 """Most elements of the keys that are gathered at once."""
+MAX_NATIVE_HALF = 8192
+"""Most elements of a bfloat16 query, in all its heads, for the kernels in C, whose products are those of float32. With
+more, torch's products of bfloat16 values are faster on processors that have them."""
 _GPU_FACTOR = 16
 """Blocks on a GPU have this many times the elements, because small operations cost more there."""
 _TINY = torch.finfo(torch.float32).tiny
@@ -235,8 +239,7 @@ def attend_chosen(
     counts = np.minimum(visible.counts, choice.top_k)
     k, value_dim = k.squeeze(1), v.shape[-1]
     has_loss = choice.loss_scale is not None and choice.vectors is not None and torch.is_grad_enabled()
-    kernels = find_chosen_kernels(q, k, widths=(q.shape[-1], value_dim))
-    if kernels is not None:
+    if (kernels := _attention_kernels(q, k, value_dim)) is not None:
         out, weights = _NativeAttention.apply(q, k, chosen, counts, value_dim, choice.scale, has_loss, kernels)
     else:
         out = _ChosenAttention.apply(q, k, chosen, counts, value_dim, choice.scale)
@@ -249,6 +252,12 @@ def attend_chosen(
         out, loss = _IndexLoss.apply(out, *choice.vectors, q.detach(), k.detach(), chosen, counts, choice)
     choice.losses[choice.source] = loss.detach()
     return out
+
+
+def _attention_kernels(q: Tensor, k: Tensor, value_dim: int) -> ChosenKernels | None:
+    if q.dtype is torch.bfloat16 and q.shape[1] * q.shape[2] > MAX_NATIVE_HALF:
+        return None
+    return find_chosen_kernels(q, k, widths=(q.shape[-1], value_dim))
 
 
 class _NativeAttention(torch.autograd.Function):
