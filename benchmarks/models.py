@@ -1,8 +1,8 @@
 """Every family of models here beside transformers: tokens per CPU second of a training pass and of decoding.
 
-    python benchmarks/models.py [--quick] [--families qwen3,glm4_moe]
+    python benchmarks/models.py [--quick] [--families qwen3,glm4_moe] [--dtype bfloat16] [--part train]
 
-Both sides have the same random tiny model (saved once, loaded by both), float32, one thread, in turns in one process.
+Both sides have the same random tiny model (saved once, loaded by both), one thread, in turns in one process.
 Trainer: forward and backward of packed rows; transformers gets the same documents as rows of equal length. Engine: the
 embedded one decodes against transformers' `generate` with a cache. Families with a vision tower have an image in every
 document, and another one in every prompt. CPU seconds are process time; figures are medians. A
@@ -17,7 +17,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +38,7 @@ from stretto.models.parts.vision import ImageBatch
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.images import Image, image_of
 
+PARTS = ("train", "decode")
 VOCAB, DOCUMENTS, TOKENS = 512, 16, 64
 PROMPT_TOKENS, REPLY_TOKENS = 16, 48
 COMMON = {
@@ -202,14 +203,18 @@ def decode_sides(core: EngineCore, theirs: nn.Module) -> dict[str, Callable[[], 
     return {"stretto": decode_ours, "transformers": decode_theirs}
 
 
-def measure(family: str, rounds: int) -> dict[str, object]:
+def measure(family: str, rounds: int, dtype: torch.dtype, parts: Sequence[str]) -> dict[str, object]:
     """Rates and ratios of one family."""
+    found: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as directory:
-        theirs = save_random(family, Path(directory))
-        ours = load_model(directory, dtype=torch.float32)
-        found: dict[str, object] = {"train": median_rates(train_sides(ours.train(), theirs.train()), rounds)}
+        theirs = save_random(family, Path(directory)).to(dtype)
+        if "train" in parts:
+            ours = load_model(directory, dtype=dtype)
+            found["train"] = median_rates(train_sides(ours.train(), theirs.train()), rounds)
+        if "decode" not in parts:
+            return found
         try:
-            core = EngineCore(load_model(directory, dtype=torch.float32), CoreSettings(kv_cache_tokens=8192))
+            core = EngineCore(load_model(directory, dtype=dtype), CoreSettings(kv_cache_tokens=8192))
             found["decode"] = median_rates(decode_sides(core, theirs.eval()), rounds)
         except StrettoError as error:
             found["decode"] = str(error)
@@ -227,16 +232,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = {}
     print("tokens per CPU second, stretto / transformers = ratio")
     for family in arguments.families.split(","):
-        results[family] = measure(family, 1 if arguments.quick else 5)
-        print(
-            f"{family:<17} train {shown(results[family]['train'])}   decode {shown(results[family]['decode'])}",
-            flush=True,
-        )
+        rounds, dtype = 1 if arguments.quick else 5, getattr(torch, arguments.dtype)
+        found = results[family] = measure(family, rounds, dtype, arguments.part or PARTS)
+        print(f"{family:<17}", *(f"{part} {shown(rates)}  " for part, rates in found.items()), flush=True)
     print(json.dumps(results))
 
 

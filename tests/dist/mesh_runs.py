@@ -50,6 +50,8 @@ VISION = {
 MIXERS = ("qwen3_5_moe_text", "nemotron_h", "deepseek_v3", "deepseek_v32", "glm_moe_dsa-shared-choices-biases")
 FAMILIES = ("glm4_moe", "gpt_oss", "minimax_m2", "afmoe", "laguna")
 """Families with experts whose meshes are tested with the choices replayed; windows are shorter than documents."""
+TRAINED_INDEX = {"trained_index": MIXERS[-1], "trained_wide_index": "deepseek_v32"}
+"""Kinds whose indexers are trained, by their family: with torch's operations, and with kernels in C."""
 ADAPTED = tuple(f"lora_{name}" for name in (*FAMILIES, *MIXERS))
 """LoRA on all layers and experts of these families."""
 REPLAYED = ("replay", *FAMILIES, *(f"lora_{name}" for name in FAMILIES))
@@ -299,8 +301,8 @@ def _family_cases() -> list[Case]:
         Case(4, "hsdp_ulysses", "qwen3_5_text", {"dp_replicate": 2, "cp": 2}),
         Case(2, "ring", "deepseek_v32", ring),
         Case(2, "ring", shared, ring),
-        Case(2, "fsdp_indexer", "trained_index"),
-        Case(2, "ring_indexer", "trained_index", ring | {"ac": {}}),
+        *(Case(2, "fsdp_indexer", kind) for kind in TRAINED_INDEX),
+        *(Case(2, "ring_indexer", kind, ring | {"ac": {}}) for kind in TRAINED_INDEX),
         Case(4, "ring4", "deepseek_v32", ring | {"cp": 4}),
         Case(4, "ring4", shared, ring | {"cp": 4}),
         Case(4, "ep_ring_ac", shared, ring | {"ep": 4, "ac": {}}),
@@ -314,7 +316,7 @@ QUICK = frozenset(
     2-ulysses_ac-dense 2-tp_parts-dense 2-ep_experts-moe 2-tp-lora 2-fsdp-fp8
     2-ring-taught 2-tp-muon 2-ep-muon_moe 2-fsdp-ppo 2-ep-gpt_oss 2-ring-gpt_oss 2-ulysses-laguna
     2-fsdp-vision 2-fsdp-vision_frozen 2-ring-vision 2-ep-vision_moe
-    2-ep-qwen3_5_moe_text 2-ulysses-qwen3_5_text 2-ring-deepseek_v3 2-ring_indexer-trained_index
+    2-ep-qwen3_5_moe_text 2-ulysses-qwen3_5_text 2-ring-deepseek_v3 2-ring_indexer-trained_index 2-ring_indexer-trained_wide_index
     4-ep_ring_ac-glm_moe_dsa-shared-choices-biases
     4-hsdp_tp-ppo 4-hsdp_ulysses-dense 4-hsdp_ep-moe 4-ep4_ring-replay 4-ep_tp-lora_moe
     4-fsdp-muon_odd
@@ -382,7 +384,7 @@ def _replayed(kind: str, step: int, mb: MicroBatch) -> MicroBatch:
 def family_of(kind: str) -> str:
     """The `model_type` of a kind of policy."""
     kind = kind if kind in ("lora", "lora_moe") else kind.removeprefix("lora_").removeprefix("replay_")
-    kind = MIXERS[-1] if kind == "trained_index" else kind
+    kind = TRAINED_INDEX.get(kind, kind)
     if kind in MIXER_CASES:
         return MIXER_CASES[kind][0]
     if kind in VISION or f"lora_{kind}" in VISION:
@@ -412,8 +414,8 @@ def policy_of(kind: str):
             return build_policy(**SHAPE, family=kind)
     if kind in VISION:
         return build_vision_policy(VISION[kind])
-    if kind == "trained_index":
-        return _mixer_policy(MIXERS[-1])
+    if kind in TRAINED_INDEX:
+        return _mixer_policy(TRAINED_INDEX[kind])
     if kind in MIXER_CASES:
         return _mixer_policy(kind)
     if kind in FAMILIES:
@@ -448,7 +450,7 @@ def section_of(kind: str, **model) -> ModelSection:
     lora = LoRASection(rank=4, alpha=12.0) if kind.startswith("lora") else None
     is_frozen = kind == "vision_frozen" or lora is not None
     vlm = VisionSection(freeze_vision_encoder=is_frozen) if kind in VISION else None
-    index = {"indexer_kl_coeff": 3.0} if kind == "trained_index" else {}
+    index = {"indexer_kl_coeff": 3.0} if kind in TRAINED_INDEX else {}
     return ModelSection(**({"fp8": fp8} | index | model), vlm=vlm, lora=lora, moe_bias_update_rate=rate)
 
 
