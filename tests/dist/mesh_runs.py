@@ -316,7 +316,7 @@ QUICK = frozenset(
     2-ulysses_ac-dense 2-tp_parts-dense 2-ep_experts-moe 2-tp-lora 2-fsdp-fp8
     2-ring-taught 2-tp-muon 2-ep-muon_moe 2-fsdp-ppo 2-ep-gpt_oss 2-ring-gpt_oss 2-ulysses-laguna
     2-fsdp-vision 2-fsdp-vision_frozen 2-ring-vision 2-ep-vision_moe
-    2-ep-qwen3_5_moe_text 2-ulysses-qwen3_5_text 2-ring-deepseek_v3 2-ring_indexer-trained_index 2-ring_indexer-trained_wide_index
+    2-ep-qwen3_5_moe_text 2-ulysses-qwen3_5_text 2-ring-deepseek_v3 2-ring_indexer-trained_wide_index
     4-ep_ring_ac-glm_moe_dsa-shared-choices-biases
     4-hsdp_tp-ppo 4-hsdp_ulysses-dense 4-hsdp_ep-moe 4-ep4_ring-replay 4-ep_tp-lora_moe
     4-fsdp-muon_odd
