@@ -68,7 +68,8 @@ def learner_of(case: str, mesh: Mesh | None, seed: int = 0, **more: Any) -> Lear
     """mesh: None for one rank of our own trainer."""
     words = case.split("-")
     shape = SHAPE | {"tie_word_embeddings": "untied" not in words}
-    build = lambda seed, **more: build_policy(seed, family=words[0], **(shape | more))
+    hf = {key: value for word in words for key, value in SHAPES.get(word, {}).items()}
+    build = lambda seed, **more: build_policy(seed, hf, family=words[0], **(shape | more))
     section, ac = MegatronSection(**{k: v for w in words for k, v in OPTIONS.get(w, {}).items()}), None
     if mesh is not None and "full" in words:
         ac = ActivationCheckpointSection()
@@ -97,6 +98,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Settings of Megatron that a word of a case stands for; `larger` is a reference of another shape."""
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped": {"n_group": 4, "topk_group": 1, "first_k_dense_replace": 1},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+            "mscale": 1.0, "mscale_all_dim": 0.5,
+        }
+    },
+}  # fmt: skip
+"""Keys of config.json that a word of a case stands for."""
+
+
 def batches(seed: int) -> list[MicroBatch]:
     """Three micro batches: some ranks of dp have fewer than others. In one, tokens are drawn from a part of all."""
     docs = documents(seed)
@@ -118,6 +131,8 @@ def largest(found: dict[str, Any], wanted: dict[str, torch.Tensor]) -> float:
             whole = wanted[name].to(part.tensor.device)
             difference = (part.tensor.float() - whole[part.region]).abs().max() / whole.abs().max().clamp(min=1e-6)
             worst = max(worst, float(difference))
+            if os.environ.get("SHOW") and difference > 1e-4:
+                print(name, part.start, part.tensor.shape, float(difference), flush=True)
     return worst
 
 
