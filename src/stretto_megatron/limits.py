@@ -140,13 +140,13 @@ def _attention_parts(cfg: ModelConfig) -> dict[str, bool]:
         "a gate on attention": cfg.attention_gate is not None,
         "norms over all heads together": cfg.is_qk_norm_joint,
         "biases in dense MLPs": cfg.mlp_bias,
+        "biases in latent attention (attention_bias = true)": cfg.latent is not None and cfg.qkv_bias,
         "biases behind attention without biases in all experts": cfg.out_bias and not has_biases,
         "biases in experts without biases in attention": has_biases and not (cfg.out_bias and cfg.qkv_bias),
     }
     if cfg.latent is None:
         return parts | {"a YaRN rotation of a part of a head": cfg.rope.kind == "yarn" and cfg.rope.fraction != 1.0}
     return parts | {
-        "biases in latent attention (attention_bias = true)": cfg.qkv_bias,
         "latent attention whose queries have no rank (q_lora_rank = null)": cfg.latent.query_rank is None,
         f"norms of latent attention with another epsilon than the others ({LATENT_EPS:g})": cfg.rms_norm_eps
         != LATENT_EPS,

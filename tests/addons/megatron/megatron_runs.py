@@ -106,6 +106,12 @@ SHAPES: dict[str, dict[str, Any]] = {
             "mscale": 1.0, "mscale_all_dim": 0.5,
         }
     },
+    "stretched": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16
+        }
+    },
+    "clipped": {"swiglu_limit": 0.05, "sliding_window": 3},
 }  # fmt: skip
 """Keys of config.json that a word of a case stands for."""
 
@@ -131,8 +137,6 @@ def largest(found: dict[str, Any], wanted: dict[str, torch.Tensor]) -> float:
             whole = wanted[name].to(part.tensor.device)
             difference = (part.tensor.float() - whole[part.region]).abs().max() / whole.abs().max().clamp(min=1e-6)
             worst = max(worst, float(difference))
-            if os.environ.get("SHOW") and difference > 1e-4:
-                print(name, part.start, part.tensor.shape, float(difference), flush=True)
     return worst
 
 
