@@ -45,6 +45,13 @@ def find_optimizer(place: Path) -> Kind:
     return "other" if TorchDist(place).has_optimizer else "none"
 
 
+def check_state(place: Path, cfg: ModelConfig) -> None:
+    """Raises: DataError as `write_state`, without reading a tensor."""
+    updates, _ = _counts(place)
+    for _ in _tensors(place, cfg, updates):
+        pass
+
+
 def write_state(place: Path, cfg: ModelConfig, run: RunDir) -> None:
     """Write the weights and moments of an iteration as the only checkpoint of `run`, which has nothing else.
 
