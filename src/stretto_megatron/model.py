@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.config.sections.trainer import MegatronSection
-from stretto.families.shape import ModelConfig
+from stretto.families.shape import ModelConfig, MoEShape
 from stretto.models.attention import packed_attention
 from stretto.models.parts.mixers.attend import Limits
 from stretto.models.parts.norm import RMSNorm
@@ -90,40 +90,47 @@ def _shape_settings(cfg: ModelConfig) -> dict[str, Any]:
         "rotary_interleaved": cfg.rope.is_interleaved,
         "moe_token_dispatcher_type": "alltoall",  # another one refuses rows of different lengths
     }
+    return settings | _attention_settings(cfg) | ({} if cfg.moe is None else _expert_settings(cfg, cfg.moe))
+
+
+def _attention_settings(cfg: ModelConfig) -> dict[str, Any]:
+    """Windows, sinks, latent attention, and the scale of its scores."""
+    settings: dict[str, Any] = {"softmax_type": "learnable"} if cfg.has_sinks else {}
     if cfg.window is not None:
         windows = [cfg.attention(layer).window for layer in range(cfg.num_layers)]
         settings |= {
             "window_size": (cfg.window - 1, 0),
             "window_attn_skip_freq": [int(window is not None) for window in windows],
         }
-    if cfg.has_sinks:
-        settings |= {"softmax_type": "learnable"}
     if (latent := cfg.latent) is None:
         # The factor on cos and sin of queries and keys is one on their products, as whole heads are rotated.
         _, factor = inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)
-        settings |= {"softmax_scale": None if factor == 1.0 else factor**2 * cfg.head_dim**-0.5}
-    else:
-        settings |= {
-            "multi_latent_attention": True,
-            "q_lora_rank": latent.query_rank,
-            "kv_lora_rank": latent.rank,
-            "qk_head_dim": latent.plain_dim,
-            "qk_pos_emb_head_dim": latent.rotated_dim,
-            "v_head_dim": latent.value_dim,
-            "qk_layernorm": True,
-            "rotary_interleaved": False,  # its layers take neighbouring dims by themselves
-            "rope_type": "yarn",
-            "rotary_scaling_factor": latent.yarn_factor,  # of the scores; Rotation has the frequencies
-            "mscale_all_dim": latent.yarn_mscale,
-        }
-    if (moe := cfg.moe) is None:
-        return settings
+        return settings | {"softmax_scale": None if factor == 1.0 else factor**2 * cfg.head_dim**-0.5}
+    return settings | {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.rank,
+        "qk_head_dim": latent.plain_dim,
+        "qk_pos_emb_head_dim": latent.rotated_dim,
+        "v_head_dim": latent.value_dim,
+        "qk_layernorm": True,
+        "rotary_interleaved": False,  # its layers take neighbouring dims by themselves
+        "rope_type": "yarn",
+        "rotary_scaling_factor": latent.yarn_factor,  # of the scores; Rotation has the frequencies
+        "mscale_all_dim": latent.yarn_mscale,
+    }
+
+
+def _expert_settings(cfg: ModelConfig, moe: MoEShape) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
     if moe.clamped is not None:
         settings |= {
             "activation_func": quick_gelu,
             "glu_linear_offset": 1.0,
             "activation_func_clamp_value": moe.clamped.limit,
         }
+    if moe.num_groups > moe.top_groups:
+        settings |= {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.top_groups}
     return settings | {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
@@ -137,9 +144,6 @@ def _shape_settings(cfg: ModelConfig) -> dict[str, Any]:
         "moe_router_enable_expert_bias": moe.has_expert_bias,
         "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": "fp32",
-        **({} if moe.num_groups == moe.top_groups else {
-            "moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.top_groups
-        }),
         "moe_shared_expert_intermediate_size": moe.shared_size,
         "moe_grouped_gemm": HAVE_TE,
         "moe_permute_fusion": HAVE_TE,

@@ -1,8 +1,9 @@
 """Checkpoints of Megatron: files that megatron-core 0.19.2 wrote, and what is written here.
 
 cases/megatron/NAME is a random model of a family, NAME.KIND what a GPTModel with its weights saved: `torch_dist` of
-one rank by dist_checkpointing, `torch` of two ranks, each with the state_dict() of its part. dense.torch_dist_optim has two updates of a distributed
-optimizer too, by dist_checkpointing with `fully_reshardable`.
+one rank by dist_checkpointing, `torch` of two ranks, each with the
+state_dict() of its part. dense.torch_dist_optim has a distributed optimizer after two updates, too, saved with
+`fully_reshardable`.
 """
 
 from __future__ import annotations

@@ -188,5 +188,5 @@ def test_the_state_of_an_optimizer_is_written_once_and_checked_by_a_dry_run(tmp_
     for _ in range(2):
         _write_state(place, run, cases / "dense", is_dry_run=False)
     assert RunDir(run).complete_checkpoints() == [2]
-    with pytest.raises(ConfigError, match="its optimizer's state cannot be loaded: .* give --no-load-optim"):
+    with pytest.raises(ConfigError, match=r"its optimizer's state cannot be loaded: .* give --no-load-optim"):
         _write_state(place, run, cases / "moe", is_dry_run=True)

@@ -70,8 +70,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Hugging Face directory: engines, tokenizer, config."),
         part("--load", "text", None, "resume resume.dir model.name",
              "Checkpoint of the actor; where there is none, --ref-load.",
-             note="A run directory of stretto's, Hugging Face weights, or a checkpoint of Megatron's, whose optimizer is "
-             "loaded, too, if it is `fully_reshardable`."),
+             note="A run directory of stretto's, Hugging Face weights, or a checkpoint of Megatron's, whose optimizer "
+             "goes on, too, if it is `fully_reshardable`."),
         part("--ref-load", "text", None, "model.name trainer.loss.reference_kl.model trainer.advantages.kl_model",
              "The reference, and where training starts without --load.",
              note="Hugging Face weights, or a checkpoint of Megatron's."),
@@ -325,7 +325,7 @@ def _optimizer_state(flags: Values, load: Path) -> Iterator[Setting]:
 
 
 def why_no_state(flags: Values, place: Path) -> str | None:
-    """Why the optimizer begins anew, though --load is this iteration of Megatron's: "" if so asked; None: it does not."""
+    """Why the optimizer begins anew, though --load is this iteration of Megatron's; "": so asked, None: it does not."""
     from stretto_megatron.moments import find_optimizer
 
     if flags.no_load_optim or flags.finetune:
