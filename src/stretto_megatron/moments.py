@@ -7,6 +7,7 @@ first is read here. A tensor is read and written chunk by chunk.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from stretto.base.errors import DataError
+from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
 from stretto.families.shape import ModelConfig
+from stretto.models import hub
 from stretto.models.tensor_map import LazyTensor, Region, Shape, SharedSlice, TensorMap
 from stretto_megatron.checkpoints import Named, named_tensors, read_megatron, translated
 from stretto_megatron.names import megatron_map
@@ -45,21 +48,23 @@ def find_optimizer(place: Path) -> Kind:
     return "other" if TorchDist(place).has_optimizer else "none"
 
 
-def check_state(place: Path, cfg: ModelConfig) -> None:
+def check_state(place: Path, model: Path) -> None:
     """Raises: DataError as `write_state`, without reading a tensor."""
     updates, _ = _counts(place)
-    for _ in _tensors(place, cfg, updates):
+    for _ in _tensors(place, hub.load_config(model, may_be_quantized=True), updates):
         pass
 
 
-def write_state(place: Path, cfg: ModelConfig, run: RunDir) -> None:
+def write_state(place: Path, model: Path, run: RunDir) -> None:
     """Write the weights and moments of an iteration as the only checkpoint of `run`, which has nothing else.
+
+    model: a directory with its config.json.
 
     Raises: DataError if a state is missing, or has another shape than the weight.
     """
-    from stretto.orchestrator.state.run_checkpoint import Progress, save
     from stretto.trainer.state.checkpoint import SCHEMA, finish_directory
 
+    cfg = hub.load_config(model, may_be_quantized=True)
     updates, step = _counts(place)
     directory = run.checkpoint(step) / "trainer"
     part, items, sources = directory.with_name("trainer.part"), [], {}
@@ -70,7 +75,9 @@ def write_state(place: Path, cfg: ModelConfig, run: RunDir) -> None:
     write_items(part, items, sources)
     values = {"step": step, "optim": "adamw", "schedule_start": step, "schema": SCHEMA, "cursor": {}}
     finish_directory(part, directory, values)
-    save(run, Progress(step=step))
+    content = json.dumps({"step": step}).encode()  # all that the other half knows: no step of this run was made here
+    write_atomic(directory.with_name("orchestrator.json"), content)
+    write_atomic(run.complete_marker(step), content)
 
 
 def _counts(place: Path) -> tuple[int, int]:

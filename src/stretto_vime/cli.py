@@ -86,19 +86,17 @@ def _write_state(place: Path, run: Path, model: Path, *, is_dry_run: bool) -> No
 
     Raises: ConfigError if it does not.
     """
-    from stretto.models import hub
     from stretto_megatron.moments import check_state, write_state
 
     try:
-        cfg = hub.load_config(model, may_be_quantized=True)
         if is_dry_run:
-            check_state(place, cfg)
+            check_state(place, model)
             return
         run.parent.mkdir(parents=True, exist_ok=True)
         with (run.parent / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not RunDir(run).complete_checkpoints():
-                write_state(place, cfg, RunDir(run))
+                write_state(place, model, RunDir(run))
     except (DataError, OSError) as error:
         raise ConfigError(f"{place}: its optimizer's state cannot be loaded: {error}; give --no-load-optim") from None
 

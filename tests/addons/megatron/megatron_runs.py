@@ -245,7 +245,8 @@ def run_saved(case: str, out: Path) -> dict[str, float]:
     dist_checkpointing.save(state, str(place))
     if mesh.is_lead:
         assert find_optimizer(place) == "by_name"
-        write_state(place, theirs.policy.config, run)
+        hub.save_hf(learner_of(case, None).policy, out / case / "model")
+        write_state(place, out / case / "model", run)
     mesh.barrier()
     from_theirs, again = learner_of(case, None, 9), learner_of(case, mesh, 9)
     for each in (from_theirs, again):

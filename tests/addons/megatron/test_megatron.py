@@ -222,9 +222,9 @@ def test_what_a_checkpoint_has_of_its_optimizer_is_found(kind, found):
 
 def test_the_state_of_megatrons_optimizer_is_that_of_a_run_that_begins_with_it(tmp_path):
     run = RunDir(tmp_path / "run")
-    check_state(OPTIMIZER, hub.load_config(CASES / "dense"))
+    check_state(OPTIMIZER, CASES / "dense")
     assert not run.path.exists()
-    write_state(OPTIMIZER, hub.load_config(CASES / "dense"), run)
+    write_state(OPTIMIZER, CASES / "dense", run)
     assert run.complete_checkpoints() == [2]
     learner = build_learner(hub.load_model(CASES / "dense", dtype=torch.float32))
     load(run, learner, 2)
@@ -245,5 +245,5 @@ def test_the_state_of_megatrons_optimizer_is_that_of_a_run_that_begins_with_it(t
 
 def test_a_state_of_another_model_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"dense.*has shape|missing"):
-        write_state(OPTIMIZER, hub.load_config(CASES / "moe"), RunDir(tmp_path / "run"))
+        write_state(OPTIMIZER, CASES / "moe", RunDir(tmp_path / "run"))
     assert not RunDir(tmp_path / "run").complete_checkpoints()
