@@ -229,6 +229,7 @@ def _finish_latent(attention: Any, cfg: ModelConfig, device: torch.device) -> No
 
     Megatron's own divide small vectors over tp, and lose a part of the gradient of the keys that heads share.
     """
+    assert cfg.latent is not None
     attention.rotary_pos_emb = Rotation(cfg, device)
     for name in () if HAVE_TE else ("linear_q_down_proj", "linear_kv_down_proj"):
         if (built := getattr(attention, name, None)) is not None:
