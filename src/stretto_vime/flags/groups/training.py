@@ -266,6 +266,11 @@ def _continued(flags: Values, load: Path) -> Iterator[Setting]:
             f"from its weights instead, --load {load}/weights/latest, or leave the optimizer out of checkpoints, too, "
             "with --no-save-optim"
         )
+    if flags.finetune:
+        raise ConfigError(
+            f"{flags.given['--finetune']}: {flags.given['--load']} is a run, which is continued exactly; start from "
+            f"its weights instead, --load {load}/weights/latest"
+        )
     yield Setting("resume", {}, ("--load",))
     if load.absolute() != save.absolute():
         yield Setting("resume.dir", str(load), ("--load", "--save"))
