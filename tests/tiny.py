@@ -11,8 +11,10 @@ from stretto.config.sections.model import LoRASection, ModelSection, ScratchSect
 from stretto.config.sections.sft import DpoSection, RewardSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models.attention import PackedLayout
+from stretto.models.config import parse_config
 from stretto.models.decoder import Decoder
-from stretto.models.hub import random_model
+from stretto.models.hub import build_model, random_model
+from stretto.models.parts.initial import initialise
 from stretto.models.value_head import with_value_head
 from stretto.records.alternatives import Alternatives
 from stretto.records.sample import MicroBatch
@@ -25,9 +27,15 @@ from stretto.trainer.state.checkpoint import Saver
 VOCAB = 40
 
 
-def build_policy(seed: int = 0, **shape) -> Decoder:
-    """Weights larger than at initialisation, so that distributions are not flat and errors show."""
+def build_policy(seed: int = 0, hf=None, **shape) -> Decoder:
+    """Weights larger than at initialisation, so that distributions are not flat and errors show.
+
+    hf: other values for keys of its config.json.
+    """
     policy = random_model(ScratchSection(seed=seed, max_position_embeddings=256, **shape), VOCAB, eos_token_id=1)
+    if hf:
+        policy = build_model(parse_config(policy.config.hf | hf, "tiny"), torch.float32, "cpu")
+        initialise(policy, policy.config.initializer_range, torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.dim() >= 2:

@@ -39,7 +39,13 @@ def read_megatron(directory: Path, cfg: ModelConfig, *, step: int | None = None)
     """
     place = find_iteration(directory, step)
     files = TorchDist(place) if (place / METADATA).exists() else TorchFiles(place)
-    expected = megatron_map(cfg, str(directory)).their_shapes
+    return named_tensors(files, place, cfg, megatron_map(cfg, str(directory)).their_shapes)
+
+
+def named_tensors(
+    files: TorchDist | TorchFiles, place: Path, cfg: ModelConfig, expected: Mapping[str, Shape]
+) -> Iterator[tuple[str, LazyTensor]]:
+    """The expected tensors of files, in our order; errors as those of `read_megatron`."""
     missing = []
     for name, our_shape in expected.items():
         is_swapped, is_in_turn = expert_order(cfg, name)

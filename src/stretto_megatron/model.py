@@ -13,17 +13,21 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.config.sections.trainer import MegatronSection
-from stretto.families.shape import ModelConfig
+from stretto.families.shape import ModelConfig, MoEShape
 from stretto.models.attention import packed_attention
+from stretto.models.parts.mixers.attend import Limits
 from stretto.models.parts.norm import RMSNorm
 from stretto.models.parts.rope import inverse_frequencies
 from stretto.trainer.parallel.collectives import gather_rows
@@ -51,17 +55,19 @@ def build_config(
         # Losses are divided by the tokens of all ranks already, so gradients are summed.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": HAVE_TE,
+        "apply_rope_fusion": HAVE_TE and cfg.latent is None,  # that of latent attention has frequencies of its own
         "masked_softmax_fusion": False,
         "bias_activation_fusion": HAVE_TE,
         "bias_dropout_fusion": False,
         "persist_layer_norm": HAVE_TE,
+        "transformer_impl": "transformer_engine" if HAVE_TE else "local",
     }
-    known = {each.name for each in fields(TransformerConfig)}
+    kind = TransformerConfig if cfg.latent is None else MLATransformerConfig
+    known = {each.name for each in fields(kind)}
     if unknown := sorted(set(section.overrides) - known):
         raise ConfigError(f"trainer.megatron.overrides: Megatron-Core has no argument {unknown[0]!r}; correct its name")
     try:
-        return TransformerConfig(**(settings | section.overrides))
+        return kind(**(settings | section.overrides))
     except (AssertionError, TypeError, ValueError) as cause:
         raise ConfigError(f"Megatron-Core refuses this configuration: {cause}") from cause
 
@@ -74,7 +80,7 @@ def _shape_settings(cfg: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": cfg.num_heads,
         "num_query_groups": cfg.num_kv_heads,
         "kv_channels": cfg.head_dim,
-        "add_bias_linear": False,
+        "add_bias_linear": cfg.out_bias,
         "add_qkv_bias": cfg.qkv_bias,
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -84,8 +90,47 @@ def _shape_settings(cfg: ModelConfig) -> dict[str, Any]:
         "rotary_interleaved": cfg.rope.is_interleaved,
         "moe_token_dispatcher_type": "alltoall",  # another one refuses rows of different lengths
     }
-    if (moe := cfg.moe) is None:
-        return settings
+    return settings | _attention_settings(cfg) | ({} if cfg.moe is None else _expert_settings(cfg, cfg.moe))
+
+
+def _attention_settings(cfg: ModelConfig) -> dict[str, Any]:
+    """Windows, sinks, latent attention, and the scale of its scores."""
+    settings: dict[str, Any] = {"softmax_type": "learnable"} if cfg.has_sinks else {}
+    if cfg.window is not None:
+        windows = [cfg.attention(layer).window for layer in range(cfg.num_layers)]
+        settings |= {
+            "window_size": (cfg.window - 1, 0),
+            "window_attn_skip_freq": [int(window is not None) for window in windows],
+        }
+    if (latent := cfg.latent) is None:
+        # The factor on cos and sin of queries and keys is one on their products, as whole heads are rotated.
+        _, factor = inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)
+        return settings | {"softmax_scale": None if factor == 1.0 else factor**2 * cfg.head_dim**-0.5}
+    return settings | {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.rank,
+        "qk_head_dim": latent.plain_dim,
+        "qk_pos_emb_head_dim": latent.rotated_dim,
+        "v_head_dim": latent.value_dim,
+        "qk_layernorm": True,
+        "rotary_interleaved": False,  # its layers take neighbouring dims by themselves
+        "rope_type": "yarn",
+        "rotary_scaling_factor": latent.yarn_factor,  # of the scores; Rotation has the frequencies
+        "mscale_all_dim": latent.yarn_mscale,
+    }
+
+
+def _expert_settings(cfg: ModelConfig, moe: MoEShape) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if moe.clamped is not None:
+        settings |= {
+            "activation_func": quick_gelu,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": moe.clamped.limit,
+        }
+    if moe.num_groups > moe.top_groups:
+        settings |= {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.top_groups}
     return settings | {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
@@ -147,7 +192,6 @@ def _recompute_settings(ac: ActivationCheckpointSection | None) -> dict[str, Any
 def build_chunks(cfg: ModelConfig, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
     """The parts of the model that this rank has, in their order: one, or several with an interleaved pipeline."""
     number = config.virtual_pipeline_model_parallel_size
-    frequencies, _ = inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)
     # A vocabulary that ranks of tp cannot divide is padded; the logits of the padding are masked.
     degree = config.tensor_model_parallel_size
     vocab_size = -(-cfg.vocab_size // degree) * degree
@@ -168,9 +212,54 @@ def build_chunks(cfg: ModelConfig, config: TransformerConfig, device: torch.devi
             rotary_percent=cfg.rope.fraction,
             vp_stage=stage,
         ).to(device)
-        chunk.rotary_pos_emb.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=device)
+        if cfg.latent is None:
+            frequencies, _ = inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)
+            chunk.rotary_pos_emb.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=device)
+        else:
+            for layer in chunk.decoder.layers:
+                _finish_latent(layer.self_attention, cfg, device)
+        if cfg.out_bias:
+            _finish_biases(chunk)
         chunks.append(chunk)
     return chunks
+
+
+def _finish_latent(attention: Any, cfg: ModelConfig, device: torch.device) -> None:
+    """Give latent attention our frequencies; without Transformer Engine also linear layers that are whole on each rank.
+
+    Megatron's own divide small vectors over tp, and lose a part of the gradient of the keys that heads share.
+    """
+    assert cfg.latent is not None
+    attention.rotary_pos_emb = Rotation(cfg, device)
+    for name in () if HAVE_TE else ("linear_q_down_proj", "linear_kv_down_proj"):
+        if (built := getattr(attention, name, None)) is not None:
+            size = attention.config.q_lora_rank if "_q_" in name else cfg.latent.rank + cfg.latent.rotated_dim
+            setattr(attention, name, WholeLinear(attention.config, built.input_size, size).to(device))
+
+
+def _finish_biases(chunk: GPTModel) -> None:
+    """Say of the parameters of attention with sinks and of experts with biases which ranks have the same."""
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(".softmax_offset"):
+            tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        elif ".experts." in name and "bias" in name:
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]  # ranks of tp have different experts
+    for name, module in chunk.named_modules() if not HAVE_TE else ():
+        if ".local_experts." in name and name.endswith(".linear_fc2"):  # what it returns is changed in place
+            module.register_forward_hook(lambda _, __, found: (found[0].clone(), found[1]))
+
+
+class Rotation(RotaryEmbedding):
+    """The angles of our rotation, and the factor on cos and sin, as Megatron's latent attention asks for them."""
+
+    def __init__(self, cfg: ModelConfig, device: torch.device) -> None:
+        dim = int(cfg.head_dim * cfg.rope.fraction + 1e-6)
+        super().__init__(dim, 1.0, use_cpu_initialization=True, cp_group=parallel_state.get_context_parallel_group())
+        frequencies, self.factor = inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)
+        self.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=device)
+
+    def forward(self, length: int, *, packed_seq: bool) -> tuple[Float[Tensor, "length 1 1 dim"], float]:
+        return super().forward(length, packed_seq=packed_seq), self.factor
 
 
 def seed_megatron(seed: int) -> None:
@@ -190,13 +279,37 @@ class PlainNorm(RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class PackedAttention(MegatronModule):
-    """Causal attention within the documents of a packed row, the tokens of which ranks of cp may split."""
+class WholeLinear(nn.Module):
+    """A linear layer that each rank of tp has whole, and computes for its own tokens."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, in_size: int, out_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Float[Tensor, "*tokens dim"]) -> tuple[Float[Tensor, "*tokens out"], None]:
+        return F.linear(x, self.weight), None
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within the documents of a packed row, the tokens of which ranks of cp may split.
+
+    Windows and sinks are for whole rows only.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        """softmax_scale: factor on the scores; None: that of the width of queries."""
         super().__init__(config=config)
-        self.layer = layer_number - 1
+        self.layer, self.scale = layer_number - 1, softmax_scale
         self.group = parallel_state.get_context_parallel_group()
+        self.window, self.softmax_offset = None, None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0] + 1
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -207,16 +320,19 @@ class PackedAttention(MegatronModule):
         *,
         packed_seq_params: PackedRow,
         **_: Any,
-    ) -> Float[Tensor, "tokens 1 features"]:
+    ) -> Float[Tensor, "tokens features"]:
         """The attended values of this rank's tokens."""
         row = packed_seq_params
+        if self.scale is not None:
+            query = query * (self.scale * query.shape[-1] ** 0.5)
         if self.group.size() == 1:
-            out = packed_attention(row.bounds, query.device)(self.layer, query, key, value)
+            limits = Limits(self.window, self.softmax_offset)
+            out = packed_attention(row.bounds, query.device)(self.layer, query, key, value, limits)
         else:
             rank = self.group.rank()
             key, value = (gather_rows(each, row.places, rank, self.group) for each in (key, value))
             out = torch.cat([_attend(query[own], key[seen], value[seen]) for own, seen in row.chunks])
-        return out.flatten(1).unsqueeze(1)
+        return out.flatten(1)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -234,9 +350,8 @@ def _with_own_parts(spec: Any) -> Any:
         parts = layer.submodules
         attention = parts.self_attention
         inner = attention.submodules
-        norms = {
-            name: PlainNorm for name in ("q_layernorm", "k_layernorm") if getattr(inner, name).__name__ != "IdentityOp"
-        }
+        names = (name for name in ("q_layernorm", "k_layernorm", "kv_layernorm") if hasattr(inner, name))
+        norms = {name: PlainNorm for name in names if getattr(inner, name).__name__ != "IdentityOp"}
         inner = replace(inner, core_attention=PackedAttention, **norms)
         parts = replace(
             parts,

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import pickle
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from stretto.base.errors import DataError
 from stretto.models.tensor_map import LazyTensor, Region, Shape
 from stretto_megatron.names import ALIASES, LAYERS, extra_states, spellings
 from stretto_megatron.places import METADATA
+from stretto_megatron.torch_files import UNREADABLE, load_carefully
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
 _KEPT_CHUNKS = 2
 """Chunks in memory: the slices of one of our tensors often lie in one of theirs."""
 _MAX_CHUNK_BYTES = 1 << 28
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?(?P<state>param|exp_avg|exp_avg_sq)\.(?P<name>.+)")
+_COMMON, _COMMON_FILE = "common_state/shard_0_1", "common.pt"
 _IGNORED = ("optimizer", "chained_", "rng_state", "common_state", "mtp.", "rerun_state")
 
 
@@ -87,10 +92,13 @@ class _Stored:
 
 
 class TorchDist:
-    """The tensors of one iteration."""
+    """The tensors of one iteration: weights, or what the optimizer has of each under the name of the weight."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises: DataError if the checkpoint's metadata cannot be read."""
+    def __init__(self, directory: Path, *, state: str | None = None) -> None:
+        """state: of the optimizer, exp_avg, say; None: weights.
+
+        Raises: DataError if the checkpoint's metadata cannot be read.
+        """
         self.directory = directory
         path = directory / METADATA
         try:
@@ -98,8 +106,15 @@ class TorchDist:
                 self._metadata: Metadata = _TorchOnly(file).load()
             found = self._metadata.state_dict_metadata.items()
             self._tensors = {key: each for key, each in found if isinstance(each, TensorStorageMetadata)}
+            self._objects = {key for key, each in found if not isinstance(each, TensorStorageMetadata)}
         except (OSError, pickle.UnpicklingError, AttributeError, EOFError, ValueError, TypeError, ImportError) as cause:
             raise DataError(f"{path}: cannot be read as a distributed checkpoint ({cause})") from None
+        self._keys = {key: key for key in self._tensors}
+        self.has_optimizer = any(_OPTIMIZER.match(key) for key in (*self._tensors, *self._objects))
+        if state is not None:
+            named = ((key, _STATE.match(key)) for key in self._tensors)
+            self._keys = {match["name"]: key for key, match in named if match is not None and match["state"] == state}
+            self._tensors = {name: self._tensors[key] for name, key in self._keys.items()}
         self._chunk = lru_cache(_KEPT_CHUNKS)(self._load_chunk)
 
     def names(self) -> Iterator[str]:
@@ -144,17 +159,39 @@ class TorchDist:
         return out
 
     def _load_chunk(self, key: str, offsets: Shape) -> Tensor:
-        place = self._metadata.storage_data[MetadataIndex(key, torch.Size(offsets))]
+        path, stream = self._bytes_of(MetadataIndex(self._keys[key], torch.Size(offsets)))
+        try:
+            return torch.load(stream, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as cause:
+            raise DataError(f"{path}: {key} cannot be read ({cause}); the file is truncated or damaged") from None
+
+    def _bytes_of(self, index: MetadataIndex) -> tuple[Path, io.BytesIO]:
+        """What is stored at a place, and its file."""
+        place = self._metadata.storage_data[index]
         path = self.directory / place.relative_path
         if place.transform_descriptors:
             raise DataError(f"{path}: its tensors are compressed, which is not supported")
         try:
             with path.open("rb") as file:
                 file.seek(place.offset)
-                stream = io.BytesIO(file.read(place.length))
-            return torch.load(stream, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as cause:
-            raise DataError(f"{path}: {key} cannot be read ({cause}); the file is truncated or damaged") from None
+                return path, io.BytesIO(file.read(place.length))
+        except OSError as cause:
+            raise DataError(f"{path}: cannot be read ({cause})") from None
+
+    def common(self) -> Any:
+        """What ranks have in common: step of the optimizer, iteration, schedule; objects of unknown kinds do nothing.
+
+        Raises: DataError if it cannot be read.
+        """
+        path = self.directory / _COMMON_FILE
+        try:
+            if not path.exists():
+                path, stream = self._bytes_of(MetadataIndex(_COMMON))
+                (common,) = load_carefully(stream)
+                return common
+            return load_carefully(path)
+        except (OSError, KeyError, *UNREADABLE) as cause:
+            raise DataError(f"{path}: cannot be read ({cause!r}); it says how many steps were made") from None
 
 
 def _dtype(stored: TensorStorageMetadata) -> torch.dtype:
@@ -226,15 +263,33 @@ def write_torch_dist(
             suffix = "_".join(".".join(map(str, numbers)) for numbers in zip(*place))
             index, size_of = MetadataIndex(f"{key}/shard_{suffix}"), BytesIOWriteData(len(_NO_STATE))
             items.append(WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=size_of))
+    write_items(directory, items, sources)
+    torch.save({"checkpoint_version": 3.0, "iteration": 0, "args": Namespace()}, directory / "common.pt")
+    kinds = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    (directory / "metadata.json").write_text(json.dumps(kinds | {f"{key}_version": 1 for key in kinds}))
+
+
+def write_items(
+    directory: Path, items: list[WriteItem], sources: dict[MetadataIndex, tuple[LazyTensor, Region]]
+) -> None:
+    """Write the files of a distributed checkpoint, one chunk in memory at a time."""
     directory.mkdir(parents=True, exist_ok=True)
     plans, metadata = create_default_global_save_plan([SavePlan(items)])
     writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1)
     writer.set_up_storage_writer(True)
     plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
     writer.finish(metadata, [writer.write_data(plans[0], _Planner(sources)).wait()])
-    torch.save({"checkpoint_version": 3.0, "iteration": 0, "args": Namespace()}, directory / "common.pt")
-    kinds = {"sharded_backend": "torch_dist", "common_backend": "torch"}
-    (directory / "metadata.json").write_text(json.dumps(kinds | {f"{key}_version": 1 for key in kinds}))
+
+
+def chunk_items(
+    name: str, shape: Shape, source: LazyTensor, dtype: torch.dtype
+) -> Iterator[tuple[WriteItem, tuple[LazyTensor, Region]]]:
+    """The chunks in which a tensor is written, each with what it is read from."""
+    for low, size in _chunks(shape, dtype) if shape else [((), ())]:
+        chunk = ChunkStorageMetadata(torch.Size(low), torch.Size(size))
+        data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
+        item = WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+        yield item, (source, tuple(slice(a, a + n) for a, n in zip(low, size)))
 
 
 def _stored_as(name: str) -> tuple[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -236,12 +236,21 @@ class _PickleModule:
     UnpicklingError = pickle.UnpicklingError
 
 
+UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError)
+"""What `load_carefully` raises for a file that is none of torch's, or that is cut off."""
+
+
+def load_carefully(file: Path | IO[bytes], *, is_mapped: bool = False) -> Any:
+    """What torch has saved, without running code of the file's choosing."""
+    return torch.load(file, map_location="cpu", mmap=is_mapped, weights_only=False, pickle_module=_PickleModule)
+
+
 def _model_of(path: Path) -> dict[str, Tensor]:
     """The weights of one rank's file, mapped."""
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_PickleModule)
+        found = load_carefully(path, is_mapped=True)
         models = [found[key] for key in ("model", *(f"model{i}" for i in range(64))) if key in found]
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as cause:
+    except (OSError, *UNREADABLE) as cause:
         raise DataError(f"{path}: cannot be read ({cause}); the file is missing, truncated or damaged") from None
     if len(models) != 1:
         what = "no weights" if not models else "several virtual stages, which are not supported: save it without them"

@@ -26,7 +26,8 @@ from stretto.models.decoder import Decoder
 from stretto.models.tensor_map import Region, Shape, TensorMap, TensorSlice, region_of
 from stretto.trainer.optim.build import TrainedWeights
 from stretto.trainer.ranks.mesh import Mesh
-from stretto_megatron.names import EXPERTS, LAYERS, megatron_map, spellings
+from stretto_megatron.names import EXPERTS, LAYERS, expert_order, megatron_map, spellings
+from stretto_megatron.order import swapped
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -64,16 +65,34 @@ class Piece:
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of this rank and its pieces; is_expert: it is one expert, and they have one more dim in front."""
+    """A parameter of this rank and its pieces; is_expert: it is one expert, and they have one more dim in front.
+
+    is_swapped, is_in_turn: how our stacked experts lie otherwise (`expert_order`).
+    """
 
     name: str
     parameter: nn.Parameter
     pieces: tuple[Piece, ...]
     is_expert: bool
+    is_swapped: bool = False
+    is_in_turn: bool = False
 
     def view(self, values: Shaped[Tensor, " ..."]) -> Shaped[Tensor, " ..."]:
-        """Values of this parameter's shape, as pieces see them."""
-        return values[None] if self.is_expert else values
+        """Values of this parameter's shape, as pieces see them, but for the order of gate and up."""
+        values = values[None] if self.is_expert else values
+        return values.mT if self.is_swapped else values
+
+    def pairs(self, values: Tensor, parts: Mapping[str, TensorSlice]) -> Iterator[tuple[Tensor, Tensor]]:
+        """What values of this parameter's shape and slices of ours have in common: views of both, alike in shape."""
+        for piece in self.pieces:
+            if (overlap := piece.overlap(parts[piece.ours])) is None:
+                continue
+            local, own = overlap
+            theirs, ours = self.view(values)[local], parts[piece.ours].tensor[own]
+            if self.is_in_turn:
+                assert ours.shape[-1] == self.view(values).shape[-1], "gate and up of an expert are on one rank"
+                theirs, ours = theirs.unflatten(-1, (2, -1)), ours.unflatten(-1, (-1, 2)).mT
+            yield theirs, ours
 
     @property
     def group(self) -> Any:
@@ -154,8 +173,8 @@ class MegatronWeights(TrainedWeights):
         parts = {name: self._empty(name, self._boxes.get(name)) for name in self._whole}
         with torch.no_grad():
             for held in self.held:
-                for piece in held.pieces:
-                    _copy(piece, held.view(held.parameter.detach()), parts[piece.ours])
+                for theirs, ours in held.pairs(held.parameter.detach(), parts):
+                    ours.copy_(theirs)
             self._sum_experts(parts)
         return parts
 
@@ -191,10 +210,8 @@ class MegatronWeights(TrainedWeights):
         else:
             targets = {name: TensorSlice.whole(p.detach()) for name, p in decoder.named_parameters()}
         for held in self.held:
-            for piece in held.pieces:
-                if (overlap := piece.overlap(targets[piece.ours])) is not None:
-                    local, ours = overlap
-                    held.view(held.parameter)[local].copy_(targets[piece.ours].tensor[ours])
+            for theirs, ours in held.pairs(held.parameter, targets):
+                theirs.copy_(ours)
 
     @torch.no_grad()
     def scale(self, factor_of: Callable[[Shape], float]) -> None:
@@ -219,9 +236,8 @@ class MegatronWeights(TrainedWeights):
                 full[place] = _state_of(optimizer, held.parameter, key).float()
             if held.group.size() > 1:
                 dist.all_reduce(full, group=held.group)
-            values = held.view(full.view(held.parameter.shape))
-            for piece in held.pieces:
-                _copy(piece, values, parts[piece.ours])
+            for theirs, ours in held.pairs(full.view(held.parameter.shape), parts):
+                ours.copy_(theirs)
         self._sum_experts(parts)
         return parts
 
@@ -263,10 +279,8 @@ class MegatronWeights(TrainedWeights):
             for held in self._trained:
                 parameter, optimizer = held.parameter, self._optimizer_of(held.parameter)
                 full = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-                for piece in held.pieces:
-                    if (overlap := piece.overlap(parts[piece.ours])) is not None:
-                        local, ours = overlap
-                        held.view(full)[local] = parts[piece.ours].tensor[ours].to(parameter.device)
+                for theirs, ours in held.pairs(full, parts):
+                    theirs.copy_(ours)
                 if held.group.size() > 1:
                     dist.all_reduce(full, group=held.group)
                 if key == "param":
@@ -304,12 +318,6 @@ class MegatronWeights(TrainedWeights):
         return TensorSlice(
             torch.zeros(shape, dtype=dtype or self._dtypes[name], device=device or self.mesh.device), start, whole
         )
-
-
-def _copy(piece: Piece, values: Tensor, part: TensorSlice) -> None:
-    if (overlap := piece.overlap(part)) is not None:
-        local, ours = overlap
-        part.tensor[ours].copy_(values[local])
 
 
 def _range_of(optimizer: Any, parameter: nn.Parameter) -> slice | None:
@@ -351,9 +359,11 @@ def _find_pieces(cfg: ModelConfig, table: TensorMap, name: str, parameter: nn.Pa
         theirs = f"{layer}{EXPERTS}{expert['part']}.{expert['kind']}"
     if name == _OUTPUT and cfg.tie_word_embeddings:
         theirs = _EMBEDDING
-    found = next((known for known in spellings(theirs) if table.slices_of(known)), None)
+    found = next((known for known in table.their_shapes if theirs in spellings(known)), None)
     assert found is not None, f"no parameter of ours has the values of {name}"
+    is_swapped, is_in_turn = expert_order(cfg, found)
     shape = tuple(parameter.shape) if first is None else (1, *parameter.shape)
+    shape = swapped(shape) if is_swapped else shape
     pieces = []
     for own, start, size in _blocks(name, shape, table.their_shapes[found], first):
         for shared in table.slices_of(found):
@@ -365,7 +375,7 @@ def _find_pieces(cfg: ModelConfig, table: TensorMap, name: str, parameter: nn.Pa
                 extent = tuple(b - a for a, b in zip(low, high))
                 local = region_of((a - s + o for a, s, o in zip(low, start, own)), extent)
                 pieces.append(Piece(shared.ours, ours, extent, local))
-    return Held(name, parameter, tuple(pieces), first is not None)
+    return Held(name, parameter, tuple(pieces), first is not None, is_swapped, is_in_turn)
 
 
 def _blocks(name: str, shape: Shape, whole: Shape, expert: int | None) -> Iterator[tuple[Shape, Shape, Shape]]:

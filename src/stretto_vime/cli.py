@@ -12,6 +12,7 @@ from pathlib import Path
 
 from stretto import verbs
 from stretto.base.errors import ConfigError, DataError
+from stretto.base.paths import RunDir
 from stretto.cli import run_command
 from stretto.config.load import shown_text
 from stretto.config.root import RLConfig, SFTConfig
@@ -26,7 +27,7 @@ def vime(words: list[str]) -> int:
         return 0
     from stretto_vime.flags.command import read_command
 
-    cfg, notes, names, environment, conversions = read_command(words)
+    cfg, notes, names, environment, conversions, states = read_command(words)
     os.environ.update(environment)
     if cfg.print_config:
         return verbs.print_config(cfg)
@@ -35,6 +36,8 @@ def vime(words: list[str]) -> int:
     model = Path(cfg.tokenizer.name or cfg.model.name)
     if conversions:
         _convert(conversions, model, is_dry_run=cfg.dry_run)
+    for place, run in states.items():
+        _write_state(place, run, model, is_dry_run=cfg.dry_run)
     try:
         if cfg.dry_run:
             return verbs.show_dry_run("rl" if isinstance(cfg, RLConfig) else "sft", cfg)
@@ -76,6 +79,26 @@ def _convert(conversions: Mapping[Path, Path], model: Path, *, is_dry_run: bool)
             if not is_dry_run or not has_only_config(model):
                 raise ConfigError(what) from None
             sys.stderr.write(f"note: the run would end at its start: {what}\n")
+
+
+def _write_state(place: Path, run: Path, model: Path, *, is_dry_run: bool) -> None:
+    """Write what Megatron's optimizer has saved as a run's checkpoint; a dry run only looks whether it fits the model.
+
+    Raises: ConfigError if it does not.
+    """
+    from stretto_megatron.moments import check_state, write_state
+
+    try:
+        if is_dry_run:
+            check_state(place, model)
+            return
+        run.parent.mkdir(parents=True, exist_ok=True)
+        with (run.parent / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not RunDir(run).complete_checkpoints():
+                write_state(place, model, RunDir(run))
+    except (DataError, OSError) as error:
+        raise ConfigError(f"{place}: its optimizer's state cannot be loaded: {error}; give --no-load-optim") from None
 
 
 def completions() -> list[str]:

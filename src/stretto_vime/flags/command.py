@@ -12,6 +12,7 @@ from stretto.config.reading.draft import dotted_to_path
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.section import KeyPath, nest
 from stretto.data.records import read_records
+from stretto_megatron.places import find_iteration, is_megatron
 from stretto_vime.files.models import read_models
 from stretto_vime.flags import fine_tuning
 from stretto_vime.flags.clashes import clashes, notes
@@ -19,7 +20,7 @@ from stretto_vime.flags.flag import Setting, Values, attribute_of, listed
 from stretto_vime.flags.groups import BY_NAME, PARTS
 from stretto_vime.flags.groups.learning import resolve_teacher
 from stretto_vime.flags.groups.rollout import argument_tables
-from stretto_vime.flags.groups.training import quantization, starts_elsewhere
+from stretto_vime.flags.groups.training import quantization, starts_elsewhere, why_no_state
 from stretto_vime.flags.groups.watching import OF_WANDB, environment
 from stretto_vime.flags.names import FlagNames
 from stretto_vime.flags.resolved import resolved
@@ -49,6 +50,8 @@ class Command(NamedTuple):
     """Variables for the run's processes."""
     conversions: dict[Path, Path]
     """Iterations of Megatron's checkpoints, and the Hugging Face directories to which they are converted first."""
+    states: dict[Path, Path]
+    """Iterations whose optimizer's state is written first as a run's checkpoint, and the directory of that run."""
 
 
 def read_command(words: Sequence[str]) -> Command:
@@ -57,7 +60,7 @@ def read_command(words: Sequence[str]) -> Command:
     Raises: ConfigError listing every mistake.
     """
     flags, passed = read(words)
-    flags.conversions = {}
+    flags.conversions, flags.states = {}, {}
     if fine_tuning.is_fine_tuning(flags):
         return _fine_tuning(flags)
     if flags.colocate:  # trainer and engines share their GPUs
@@ -104,7 +107,12 @@ def _fine_tuning(flags: Values) -> Command:
 
 def _command(cfg: RLConfig | SFTConfig, said: list[str], flags: Values, settings: Sequence[Setting]) -> Command:
     said += (f"{place} is converted first, to {target}" for place, target in flags.conversions.items())
-    return Command(cfg, said, FlagNames(flags, settings), environment(flags), flags.conversions)
+    said += (
+        f"{place}: training begins with the moments of its optimizer, which are written to {run}; steps, data and the "
+        "schedule of the learning rate begin at their start"
+        for place, run in flags.states.items()
+    )
+    return Command(cfg, said, FlagNames(flags, settings), environment(flags), flags.conversions, flags.states)
 
 
 def _missing_files(flags: Values) -> Iterator[str]:
@@ -221,8 +229,13 @@ def _unquantized(flags: Values, cfg: RLConfig) -> Iterator[str]:
 
 
 def _starts(flags: Values) -> Iterator[str]:
-    """A note that says where training starts, if --load names neither a run nor weights."""
-    if flags.load is None or not starts_elsewhere(flags):
+    """A note that says where training starts, if --load names neither a run nor weights, or weights alone."""
+    if flags.load is None:
+        return
+    if not starts_elsewhere(flags):
+        path = Path(flags.load)
+        if is_megatron(path) and (why := why_no_state(flags, find_iteration(path, flags.ckpt_step))):
+            yield f"{flags.given['--load']}: the optimizer begins anew: {why}"
         return
     there = Path(flags.load)
     what = "no checkpoint is there" if there.is_dir() and any(there.iterdir()) else "nothing is there yet"

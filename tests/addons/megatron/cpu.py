@@ -32,12 +32,13 @@ class _Stream:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made on the CPU."""
+    """Tensors that are asked for on a GPU, or in pinned memory, are made on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
 
 

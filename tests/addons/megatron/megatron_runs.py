@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 import traceback
+from argparse import Namespace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from stretto.trainer.ranks import exchange
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.checkpoint import load
 from stretto_megatron.limits import build_network
+from stretto_megatron.moments import find_optimizer, write_state
 
 SHAPE = {"num_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEADLINE = timedelta(seconds=150)
@@ -68,7 +70,8 @@ def learner_of(case: str, mesh: Mesh | None, seed: int = 0, **more: Any) -> Lear
     """mesh: None for one rank of our own trainer."""
     words = case.split("-")
     shape = SHAPE | {"tie_word_embeddings": "untied" not in words}
-    build = lambda seed, **more: build_policy(seed, family=words[0], **(shape | more))
+    hf = {key: value for word in words for key, value in SHAPES.get(word, {}).items()}
+    build = lambda seed, **more: build_policy(seed, hf, family=words[0], **(shape | more))
     section, ac = MegatronSection(**{k: v for w in words for k, v in OPTIONS.get(w, {}).items()}), None
     if mesh is not None and "full" in words:
         ac = ActivationCheckpointSection()
@@ -95,6 +98,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "block": {"overrides": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}},
 }
 """Settings of Megatron that a word of a case stands for; `larger` is a reference of another shape."""
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped": {"n_group": 4, "topk_group": 1, "first_k_dense_replace": 1},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+            "mscale": 1.0, "mscale_all_dim": 0.5,
+        }
+    },
+    "stretched": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16
+        }
+    },
+    "clipped": {"swiglu_limit": 0.05, "sliding_window": 3},
+}  # fmt: skip
+"""Keys of config.json that a word of a case stands for."""
 
 
 def batches(seed: int) -> list[MicroBatch]:
@@ -194,6 +215,53 @@ def run_case(case: str, out: Path) -> dict[str, float]:
     return {key: worst.get(key, max)(each[key] for each in ranks) for key in found}
 
 
+def run_saved(case: str, out: Path) -> dict[str, float]:
+    """What Megatron's own checkpoint of a run makes of another learner: it goes on as the run does."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    mesh = Mesh(degrees_of(case), device(), is_sharded=False)
+    theirs = learner_of(case, mesh)
+    for seed in (1, 2):
+        step(theirs, seed)
+    network, place, run = theirs.network, out / case / "iter_0000002", RunDir(out / case / "begun")
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": "prefixed" not in case,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    weights = network.module[0].module.sharded_state_dict(metadata=metadata)
+    state = {
+        "model": weights,
+        "optimizer": network.optimizer.sharded_state_dict(weights, metadata=metadata),
+        "opt_param_scheduler": network.schedule.state_dict(),
+        "iteration": 2,
+        "checkpoint_version": 3.0,
+        "args": Namespace(global_batch_size=3),
+    }
+    if mesh.is_lead:
+        place.mkdir(parents=True)
+    mesh.barrier()
+    dist_checkpointing.save(state, str(place))
+    if mesh.is_lead:
+        assert find_optimizer(place) == "by_name"
+        hub.save_hf(learner_of(case, None).policy, out / case / "model")
+        write_state(place, out / case / "model", run)
+    mesh.barrier()
+    from_theirs, again = learner_of(case, None, 9), learner_of(case, mesh, 9)
+    for each in (from_theirs, again):
+        load(run, each, 2)
+    for each in (theirs, from_theirs, again):
+        each.begin_anew()
+        step(each, 3)
+    states = [each.network.state() for each in (theirs, again)]
+    is_same = all(torch.equal(part.tensor, states[1][name].tensor) for name, part in states[0].items())
+    found = {"resumed": largest(network.weights.all_slices(), weights_of(from_theirs)), "again": float(is_same)}
+    found["steps"] = float(states[0].keys() == states[1].keys() and again.network.weights.num_updates == 3)
+    ranks = gather(found)
+    return {key: (max if key == "resumed" else min)(each[key] for each in ranks) for key in found}
+
+
 def critic_of(case: str, mesh: Mesh | None, seed: int = 0) -> Critic:
     """A critic whose head is not 0; mesh: as in `learner_of`."""
     module = with_value_head(build_policy(seed, family=case.split("-")[0], tie_word_embeddings=False, **SHAPE))
@@ -245,7 +313,8 @@ def run_rank(case: str, rank: int, size: int, out: Path) -> None:
         torch.cuda.set_device(device())
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=DEADLINE)
-    found = run_critic(case) if "critic" in case.split("-") else run_case(case, out)
+    kinds = {"critic": run_critic, "saved": partial(run_saved, out=out)}
+    found = next((kinds[word] for word in case.split("-") if word in kinds), partial(run_case, out=out))(case)
     if rank == 0:
         (out / f"{case}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -1,7 +1,9 @@
 """Checkpoints of Megatron: files that megatron-core 0.19.2 wrote, and what is written here.
 
 cases/megatron/NAME is a random model of a family, NAME.KIND what a GPTModel with its weights saved: `torch_dist` of
-one rank by dist_checkpointing, `torch` of two ranks, each with the state_dict() of its part.
+one rank by dist_checkpointing, `torch` of two ranks, each with the
+state_dict() of its part. dense.torch_dist_optim has a distributed optimizer after two updates, too, saved with
+`fully_reshardable`.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import build_learner
 
 from stretto.base.errors import DataError
+from stretto.base.paths import RunDir
 from stretto.config.sections.model import ScratchSection
 from stretto.models import hub
 from stretto.models.tensor_map import TensorMap
+from stretto.trainer.state.checkpoint import load
 from stretto_megatron.checkpoints import as_hugging_face, read_megatron
 from stretto_megatron.convert import check_megatron, convert, to_hugging_face, to_megatron
+from stretto_megatron.moments import check_state, find_optimizer, write_state
 from stretto_megatron.places import find_iteration, is_megatron
+from stretto_megatron.torch_dist import TorchDist
 
 CASES = Path(__file__).parents[2] / "cases" / "megatron"
 KINDS = (
@@ -200,3 +207,43 @@ def test_the_verb_says_what_it_needs_and_overwrites_nothing(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"config\.json: this is a file; give the directory"):
         convert([str(CASES / "dense" / "config.json"), str(tmp_path / "other")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+OPTIMIZER = CASES / "dense.torch_dist_optim" / "iter_0000002"
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [("dense.torch_dist_optim", "by_name"), ("dense.torch_dist", "none"), ("dense.torch_tp2", "other")],
+)
+def test_what_a_checkpoint_has_of_its_optimizer_is_found(kind, found):
+    assert find_optimizer(find_iteration(CASES / kind)) == found
+
+
+def test_the_state_of_megatrons_optimizer_is_that_of_a_run_that_begins_with_it(tmp_path):
+    run = RunDir(tmp_path / "run")
+    check_state(OPTIMIZER, CASES / "dense")
+    assert not run.path.exists()
+    write_state(OPTIMIZER, CASES / "dense", run)
+    assert run.complete_checkpoints() == [2]
+    learner = build_learner(hub.load_model(CASES / "dense", dtype=torch.float32))
+    load(run, learner, 2)
+    learner.begin_anew()
+    assert learner.step == 0 and learner.next_lr == learner.network.optim.lr
+    weights = learner.network.weights
+    states = {name: learner.network.optimizer.state[each] for name, each in zip(weights.names, weights.parameters)}
+    assert {float(state["step"]) for state in states.values()} == {2.0}
+    whole = lambda key, name: TorchDist(OPTIMIZER, state=key).find(name)[:, :]
+    name = "model.embed_tokens.weight"
+    for key, found in (("param", learner.policy.model.embed_tokens.weight), ("exp_avg", states[name]["exp_avg"])):
+        assert torch.equal(found, whole(key, "embedding.word_embeddings.weight")), key
+    # Of a layer: gate before up, in one matrix of all layers.
+    gate_up = TorchDist(OPTIMIZER, state="exp_avg_sq").find("decoder.layers.1.mlp.linear_fc1.weight")[:, :]
+    own = [states[f"model.layers.1.mlp.{part}_proj.weight"]["exp_avg_sq"] for part in ("gate", "up")]
+    assert torch.equal(torch.cat(own), gate_up) and float(gate_up.max()) > 0
+
+
+def test_a_state_of_another_model_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"dense.*has shape|missing"):
+        write_state(OPTIMIZER, CASES / "moe", RunDir(tmp_path / "run"))
+    assert not RunDir(tmp_path / "run").complete_checkpoints()

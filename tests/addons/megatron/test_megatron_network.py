@@ -17,14 +17,22 @@ from stretto.check.megatron import MADE
 from stretto_megatron.convert import to_megatron
 
 RUNS, ON_CPU = (Path(__file__).with_name(name) for name in ("megatron_runs.py", "on_cpu"))
-QUICK = ("qwen3-cp2-larger", "qwen3_moe-tp2-pp2-ep2-untied", "qwen3-tp2-pp2-critic")
+QUICK = (
+    "qwen3-cp2-larger", "qwen3_moe-tp2-pp2-ep2-untied", "qwen3-tp2-pp2-critic",
+    "deepseek_v3-tp2-pp2-ep2-untied-grouped-yarn", "gpt_oss-tp2-ep2-clipped",
+)  # fmt: skip
 SLOW = (
     "qwen3", "qwen3-tp2", "qwen3-dp2", "qwen3-pp2", "qwen3-cp2", "qwen3-pp2-interleaved", "qwen3-pp2-uneven-full",
     "qwen3-pp2-uneven-larger", "qwen3-pp2-block", "qwen3-tp2-cp2", "qwen3-dp2-cp2", "qwen2-tp2-untied", "llama-pp2",
     "qwen3_moe-dp2-ep2", "qwen3_moe-tp2-ep2", "qwen3_moe-tp2-etp2", "qwen3_moe-tp2-dp2-ep2-etp2", "glm4_moe-tp2-pp2",
-    "qwen3_moe-cp2-ep2", "qwen3-critic", "qwen3-cp2-critic", "qwen3-dp2-bf16", "qwen3-tp2-bf16",
+    "qwen3_moe-cp2-ep2", "deepseek_v3-untied-grouped-yarn", "deepseek_v3-tp2-untied", "deepseek_v3-pp2-untied-full",
+    "deepseek_v3-cp2-untied-yarn", "deepseek_v3-dp2-ep2-untied-grouped", "deepseek_v3-tp2-dp2-ep2-etp2-untied",
+    "gpt_oss-untied-stretched-clipped", "gpt_oss-tp2", "gpt_oss-pp2-clipped", "gpt_oss-dp2-ep2-untied",
+    "gpt_oss-tp2-pp2-ep2-untied-stretched", "qwen3-saved", "qwen3_moe-tp2-dp2-ep2-untied-saved-prefixed",
+    "deepseek_v3-pp2-untied-saved", "gpt_oss-dp2-untied-saved", "qwen3-critic", "qwen3-cp2-critic", "qwen3-dp2-bf16",
+    "qwen3-tp2-bf16",
 )  # fmt: skip
-EXACT = {"loaded": 0.0, "exported": 1.0, "again": 1.0}
+EXACT = {"loaded": 0.0, "exported": 1.0, "again": 1.0, "steps": 1.0}
 """Weights as they were read, tensors as engines get them, and a run that resumes on its own mesh: bit by bit."""
 CLOSE = dict.fromkeys(("logprobs", "gradients", "norm", "updated", "resumed", "values"), 1e-5) | {"metrics": 5e-4}
 """The largest differences: gradients and weights relative to the largest value of each parameter."""

@@ -102,6 +102,7 @@ EFFECTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "--async-save": ("--save runs/b", "", {"ckpt.is_async": True}),
     "--no-save-optim": ("--save runs/b", "", {"ckpt.skip_optimizer": True}),
     "--no-load-optim": ("--save runs/b --load runs/a", "", {"refused": "which is continued exactly"}),
+    "--finetune": ("--save runs/b --load runs/a", "", {"refused": "which is continued exactly"}),
     "--save-hf": ("--save runs/b", "x", {"ckpt.weights.save_adapter_separately": False}),
     # -- data
     "--prompt-data": ("", "rows.jsonl@[0:2]", {f"{ENV}.path": "rows.jsonl@[0:2]"}),

@@ -13,6 +13,8 @@ import pytest
 from cases.vime import CONFIG, SPLIT, put_files, words_of
 
 from stretto.base.errors import ConfigError
+from stretto.base.paths import RunDir
+from stretto_vime.cli import _write_state
 from stretto_vime.flags.command import read_command
 from stretto_vime.flags.shape import SHAPES
 
@@ -146,3 +148,45 @@ def test_a_checkpoint_of_megatrons_in_the_runs_own_directory_is_where_training_s
     command = read_command(words_of(tmp_path, SPLIT, "--load mg --save mg"))
     assert command.config.model.name == "mg/hugging_face/iter_0000009"
     assert command.conversions == {Path("mg/iter_0000009"): Path("mg/hugging_face/iter_0000009")}
+
+
+def test_the_optimizer_of_a_checkpoint_of_megatrons_is_loaded_where_any_mesh_can_read_it(tmp_path, monkeypatch):
+    put_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    cases = Path(__file__).parents[2] / "cases" / "megatron"
+    for name in ("dense.torch_dist_optim", "dense.torch_tp2", "dense.torch_dist"):
+        shutil.copytree(cases / name, tmp_path / name)
+    place = Path("dense.torch_dist_optim/iter_0000002")
+    run = Path("dense.torch_dist_optim/hugging_face/iter_0000002.state")
+    command = read_command(words_of(tmp_path, SPLIT, "--load dense.torch_dist_optim --save runs/a"))
+    assert command.states == {place: run}
+    assert command.config.resume.dir == run and command.config.resume.skip_progress
+    assert any("begins with the moments of its optimizer" in note for note in command.notes)
+    dry = read_command(words_of(tmp_path, SPLIT, "--load dense.torch_dist_optim --save runs/a --dry-run"))
+    assert dry.states == {place: run} and dry.config.resume is None
+
+    for more in ("--no-load-optim", "--finetune"):
+        command = read_command(words_of(tmp_path, SPLIT, f"--load dense.torch_dist_optim --save runs/a {more}"))
+        assert command.states == {} and command.config.resume is None
+        assert not any("optimizer" in note and "begins" in note for note in command.notes)
+    said = {
+        "--load dense.torch_tp2": "--dist-ckpt-optim-fully-reshardable",
+        "--load dense.torch_dist": "it has no state of an optimizer",
+        "--load dense.torch_dist_optim --lora-rank 4": "adapters are trained",
+    }
+    for words, why in said.items():
+        command = read_command(words_of(tmp_path, SPLIT, f"{words} --save runs/a"))
+        assert command.states == {} and command.config.resume is None
+        assert any("the optimizer begins anew: " in note and why in note for note in command.notes), command.notes
+
+
+def test_the_state_of_an_optimizer_is_written_once_and_checked_by_a_dry_run(tmp_path):
+    cases = Path(__file__).parents[2] / "cases" / "megatron"
+    place, run = cases / "dense.torch_dist_optim" / "iter_0000002", tmp_path / "there" / "iter_0000002.state"
+    _write_state(place, run, cases / "dense", is_dry_run=True)
+    assert not run.exists()
+    for _ in range(2):
+        _write_state(place, run, cases / "dense", is_dry_run=False)
+    assert RunDir(run).complete_checkpoints() == [2]
+    with pytest.raises(ConfigError, match=r"its optimizer's state cannot be loaded: .* give --no-load-optim"):
+        _write_state(place, run, cases / "moe", is_dry_run=True)

@@ -142,7 +142,7 @@ def test_the_reference_and_the_critic_must_fit_the_mesh_too(tmp_path):
     [
         ({"norm_topk_prob": False}, "sigmoids are not divided by their sum"),
         ({"num_experts_per_tok": 1}, "a single expert per token with a gate of 1"),
-        ({"n_group": 2}, "groups of experts"),
+        ({"n_group": 2, "num_experts_per_tok": 4}, "groups of experts"),
     ],
 )
 def test_gates_of_experts_that_megatron_does_not_compute_are_refused(tmp_path, found, said):
@@ -151,6 +151,40 @@ def test_gates_of_experts_that_megatron_does_not_compute_are_refused(tmp_path, f
     check_refused("glm4_moe", config, ModelSection(), MegatronSection())
     with pytest.raises(ConfigError, match=said):
         check_refused("glm4_moe", config | found, ModelSection(), MegatronSection())
+
+
+@needs("megatron")
+@pytest.mark.parametrize(
+    ("family", "found", "said"),
+    [
+        ("deepseek_v3", {"q_lora_rank": None}, "latent attention whose queries have no rank"),
+        ("deepseek_v3", {"attention_bias": True}, "biases in latent attention"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "another epsilon than the others"),
+        ("deepseek_v3", {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 8}, "of which it adds up others"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "another factor than 1.702"),
+        ("gpt_oss", {"attention_bias": False}, "biases in experts without biases in attention"),
+        ("llama", {"attention_bias": True}, "biases behind attention without biases in all experts"),
+        ("llama", {"mlp_bias": True}, "biases in dense MLPs"),
+    ],
+)
+def test_parts_that_megatron_does_not_compute_are_refused(tmp_path, family, found, said):
+    shape = {"num_experts": 16, "num_layers": 2, "num_experts_per_tok": 2}
+    hub.save_hf(hub.random_model(ScratchSection(family=family, **shape), 50), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    check_refused(family, config, ModelSection(), MegatronSection())
+    with pytest.raises(ConfigError, match=said):
+        check_refused(family, config | found, ModelSection(), MegatronSection())
+
+
+@needs("megatron")
+def test_degrees_that_megatron_does_not_have_for_sinks_and_biases_are_refused(tmp_path):
+    hub.save_hf(hub.random_model(ScratchSection(family="gpt_oss", num_layers=2), 50), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    check_refused("gpt_oss", config, ModelSection(tp=2, ep=2), MegatronSection(pp=2))
+    with pytest.raises(ConfigError, match="cp = 2: Megatron does not split tokens of attention with windows or sinks"):
+        check_refused("gpt_oss", config, ModelSection(cp=2), MegatronSection())
+    with pytest.raises(ConfigError, match="etp = 2: Megatron does not divide experts with biases"):
+        check_refused("gpt_oss", config, ModelSection(), MegatronSection(etp=2))
 
 
 @needs("megatron")

@@ -108,6 +108,7 @@ DEEPSEEK_V3 = Family(
         aliases={"kimi_k2": "kimi-k2"},
         uncut=UNCUT,
         vllm=VllmTraits(has_own_head=True),
+        is_in_megatron=True,
         implied=Implied(expert_scores="sigmoid", has_shared_gate=False),
     ),
     architecture="DeepseekV3ForCausalLM",

@@ -64,6 +64,7 @@ GPT_OSS = Family(
             adapts_experts=False,
             cpu_fault="computes other log-probabilities than the model, by 0.003 nats, with the experts of gpt_oss",
         ),
+        is_in_megatron=True,
         implied=Implied(expert_scores="softmax", has_qk_norm=False),
     ),
     architecture="GptOssForCausalLM",

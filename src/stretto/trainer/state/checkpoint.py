@@ -210,10 +210,15 @@ def write_directory(
 
     write_slices(slices, part, group)
     if is_lead:
-        files = sorted(path for path in part.iterdir())
-        values = values | {"num_bytes": {path.name: path.stat().st_size for path in files}}
-        (part / _VALUES).write_text(json.dumps(values, indent=2) + "\n")
-        put_in_place(part, directory, is_durable=True)
+        finish_directory(part, directory, values)
+
+
+def finish_directory(part: Path, directory: Path, values: dict[str, Any]) -> None:
+    """Put files of slices, which are in `part`, in their place, with the values of the state."""
+    files = sorted(path for path in part.iterdir())
+    values = values | {"num_bytes": {path.name: path.stat().st_size for path in files}}
+    (part / _VALUES).write_text(json.dumps(values, indent=2) + "\n")
+    put_in_place(part, directory, is_durable=True)
 
 
 def _part_of(directory: Path) -> Path:

@@ -70,7 +70,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Hugging Face directory: engines, tokenizer, config."),
         part("--load", "text", None, "resume resume.dir model.name",
              "Checkpoint of the actor; where there is none, --ref-load.",
-             note="A run directory of stretto's, Hugging Face weights, or the weights of a checkpoint of Megatron's."),
+             note="A run directory of stretto's, Hugging Face weights, or a checkpoint of Megatron's, whose optimizer "
+             "goes on, too, if it is `fully_reshardable`."),
         part("--ref-load", "text", None, "model.name trainer.loss.reference_kl.model trainer.advantages.kl_model",
              "The reference, and where training starts without --load.",
              note="Hugging Face weights, or a checkpoint of Megatron's."),
@@ -87,7 +88,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         part("--async-save", "switch", False, "ckpt.is_async", "Train on while a checkpoint is written."),
         sets("--no-save-optim", "switch", False, "ckpt.skip_optimizer", "Checkpoints without the optimizer."),
         part("--no-load-optim", "switch", False, "", "Do not load the optimizer.",
-             note="A run that is continued does so exactly, unless --no-save-optim left the optimizer out."),
+             note="A run that is continued does so exactly, unless --no-save-optim left the optimizer out. Of a "
+             "checkpoint of Megatron's it leaves the weights alone."),
+        part("--finetune", "switch", False, "", "Load weights alone.",
+             note="For a checkpoint of Megatron's, as --no-load-optim."),
         noted("--no-load-rng", "switch", False,
               "A run that is continued draws what it would have drawn; weights alone have no random states.",
               "Do not load random states."),
@@ -207,6 +211,7 @@ def _start(flags: Values) -> Iterator[Setting]:
         yield from _continued(flags, load)
     elif load is not None and not starts_elsewhere(flags):
         start, source = weights(flags, "--load"), "--load"
+        yield from _optimizer_state(flags, load)
     elif flags.ckpt_step is not None:
         source = flags.given.get("--load", "without --load the run")
         raise ConfigError(f"{flags.given['--ckpt-step']}: {source} has no checkpoints; leave it out")
@@ -261,6 +266,11 @@ def _continued(flags: Values, load: Path) -> Iterator[Setting]:
             f"from its weights instead, --load {load}/weights/latest, or leave the optimizer out of checkpoints, too, "
             "with --no-save-optim"
         )
+    if flags.finetune:
+        raise ConfigError(
+            f"{flags.given['--finetune']}: {flags.given['--load']} is a run, which is continued exactly; start from "
+            f"its weights instead, --load {load}/weights/latest"
+        )
     yield Setting("resume", {}, ("--load",))
     if load.absolute() != save.absolute():
         yield Setting("resume.dir", str(load), ("--load", "--save"))
@@ -306,6 +316,43 @@ def _converted(flags: Values, name: str, path: Path) -> str:
         return str(target)
     flags.conversions[place] = target
     return str(flags.hf_checkpoint if flags.dry_run else target)
+
+
+def _optimizer_state(flags: Values, load: Path) -> Iterator[Setting]:
+    """The state of the optimizer of a checkpoint of Megatron's, written as a run's checkpoint before the run starts."""
+    if not is_megatron(load) or why_no_state(flags, place := find_iteration(load, flags.ckpt_step)) is not None:
+        return
+    run = load / CONVERTED / f"{place.name}.state"
+    flags.states[place] = run
+    if not flags.dry_run:
+        yield Setting("resume.dir", str(run), ("--load",))
+        yield Setting("resume.skip_progress", True, ("--load",))
+
+
+def why_no_state(flags: Values, place: Path) -> str | None:
+    """Why the optimizer begins anew, though --load is this iteration of Megatron's; "": so asked, None: it does not."""
+    from stretto_megatron.moments import find_optimizer
+
+    if flags.no_load_optim or flags.finetune:
+        return ""
+    try:
+        kind = find_optimizer(place)
+    except DataError as error:
+        raise ConfigError(f"{flags.given['--load']}: {error}") from None
+    if kind == "none":
+        return "it has no state of an optimizer"
+    if kind == "other":
+        return (
+            "the state of its optimizer is laid out for its own mesh; save it with "
+            "--dist-ckpt-optim-fully-reshardable, which any mesh can read"
+        )
+    reasons = {
+        "the state of its optimizer is of whole weights, and adapters are trained": flags.lora_rank > 0,
+        "the state of its optimizer is that of another loss": flags.loss_type == "sft_loss",
+        "the state of its optimizer has no critic": flags.advantage_estimator == "ppo",
+        f"the state of its optimizer is not that of {flags.optimizer}": flags.optimizer != "adam",
+    }
+    return next((why for why, is_so in reasons.items() if is_so), None)
 
 
 def _save_dir(flags: Values) -> Path | None:
