@@ -484,6 +484,8 @@ class DeviceReceiver(_GroupReceiver):
     dies.
     """
 
+    has_arrived = False
+
     def __iter__(self) -> Iterator[NamedTensor]:
         with _connected(self._location) as trainer:
             held, trainer.groups = trainer.groups, {}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stretto.base.errors import EngineError, WireError
+from stretto.base.runtime import available_bytes
 from stretto.models.hf import find_adaptable_layers
 from stretto.models.hub import build_tensor_map, has_custom_module, load_config, map_tensors
 from stretto.models.lora import Adapter, with_adapter
@@ -151,7 +152,7 @@ class BaseWeights:
         copy = HostCopy(self._memory, f"base-{key}", num_bytes)
         try:
             # Half: the copy of another worker, which may not be complete yet, also uses this memory.
-            if num_bytes <= _available_memory() // 2:
+            if num_bytes <= available_bytes() // 2:
                 self._write(copy, names, starts)
             return copy, copy.read(_VERSION)
         except BaseException:
@@ -173,12 +174,6 @@ def _identity(directory: Path) -> str:
     stats = ((path.name, path.stat()) for path in sorted(directory.glob("*.safetensors")))
     files = [f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}" for name, stat in stats]
     return "\n".join((str(os.getuid()), str(directory.resolve()), *files))
-
-
-def _available_memory() -> int:
-    """Bytes of memory that are available on this machine, cached files included."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

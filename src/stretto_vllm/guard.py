@@ -64,7 +64,7 @@ class Guard:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "only HTTP is served here"})
             return
-        scope.setdefault("state", {})["num_commands"] = self._num_commands
+        scope.setdefault("state", {}).update(num_commands=self._num_commands, update_order=self._order)
         try:
             with ExitStack() as open_request:
                 body = await self._check_request(scope, receive, open_request)

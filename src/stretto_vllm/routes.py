@@ -16,15 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
+from stretto.base.errors import EngineError, WireError
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR, PEERS_VAR
 from stretto.config.sections.inference import KEY_VAR
+from stretto.inference.update_order import UpdateState
 from stretto.transports.engine import api
+from stretto.transports.engine.updates import encode_started
 from stretto_vllm.command import OPEN_BYTES_VAR, WAITING_VAR
 from stretto_vllm.guard import Guard
 from stretto_vllm.patches.adapters import AdapterLimits, enforce_limits
 from stretto_vllm.peers import Peers
+from stretto_vllm.updates import Updates, loads_between_steps
 from stretto_vllm.worker import num_workers
 
 LIVENESS_TIMEOUT_S = 10.0
@@ -47,8 +52,8 @@ async def liveness(request: Request) -> JSONResponse:
     A worker that loads weights, or waits for other engines to load them, answers no other call until then. Loading has
     a deadline of its own.
     """
-    client = request.app.state.engine_client
-    is_loading = request.state.num_commands > 0 and api.IDLE not in request.url.query
+    client, updating = request.app.state.engine_client, request.app.state.updates
+    is_loading = request.state.num_commands > 0 and not updating.is_receiving and api.IDLE not in request.url.query
     try:
         async with asyncio.timeout(LIVENESS_TIMEOUT_S):
             await client.check_health()
@@ -99,6 +104,32 @@ async def world_size(request: Request) -> JSONResponse:
     if parallel.local_engines_only and config.model_config.is_moe:
         name = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
     return JSONResponse({"world_size": num_workers(parallel), "engine": name})
+
+
+@router.post(api.START_UPDATE)
+async def start_update(request: Request) -> Response:
+    """vLLM's, also after an update that was not finished; says whether UPDATE_WEIGHTS alone would do."""
+    client = request.app.state.engine_client
+    with weight_operation_metrics().record("start"):
+        await client.collective_rpc("stretto_start_update")
+    started = encode_started(loads_between_steps=loads_between_steps(client.vllm_config))
+    return Response(started, media_type="application/json")
+
+
+@router.post(api.UPDATE_WEIGHTS)
+async def update_weights(request: Request) -> JSONResponse:
+    """Load a version; without START_UPDATE before it, a whole update."""
+    client, order = request.app.state.engine_client, request.state.update_order
+    info = (await request.json())["update_info"]
+    with weight_operation_metrics().record("update"):
+        if order.state is UpdateState.STARTED:  # the guard's, also after an earlier UPDATE_WEIGHTS
+            await client.collective_rpc("update_weights", kwargs={"update_info": info})
+        else:
+            try:
+                await request.app.state.updates.load(info, order)
+            except (EngineError, WireError) as error:
+                return _error(str(error), 409)
+    return JSONResponse({"message": "Weights updated"})
 
 
 @router.post(api.ABORT)
@@ -162,11 +193,7 @@ class Routes:
             original_shutdown(*args, **kwargs)
 
         engine_client.shutdown = shutdown
-
-        async def start_weight_update() -> None:
-            await engine_client.collective_rpc("stretto_start_update")
-
-        engine_client.start_weight_update = start_weight_update
+        state.updates = Updates(engine_client)
         hide_directories(state.openai_serving_models)
         for call in engine_callbacks:
             call()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,11 +22,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from stretto.base.errors import ConfigError
 from stretto.records.weight_manifest import AdapterInfo, WeightGroup, WeightManifest
 from stretto.transports.weights import receive
-from stretto.transports.weights.layout import NamedTensor
+from stretto.transports.weights.layout import NamedTensor, Receiver
+from stretto_vllm.arrival import Arrival, reason_to_stop
 from stretto_vllm.base import BaseWeights
 from stretto_vllm.patches.loaders import keep_copied_weights
 from stretto_vllm.patches.policy import policy
-from stretto_vllm.worker import worker_index
+from stretto_vllm.worker import num_workers, worker_index
 
 
 @dataclass
@@ -72,11 +74,39 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
+    @cached_property
+    def arrival(self) -> Arrival:
+        return Arrival()
+
+    def begin(self, update_info: dict[str, Any]) -> str | None:
+        """Start to receive a version while steps go on; returns why this worker cannot, None if it does.
+
+        Raises: ConfigError for a version that this engine does not load.
+        """
+        self.arrival.drop()
+        manifest, group = _read(self.parse_update_info(update_info))
+        self._check_kind(manifest.adapter)
+        reason = reason_to_stop(
+            manifest, self.device, num_ranks=self._num_ranks, num_workers=num_workers(self.parallel_config)
+        )
+        if reason is None:
+            self.arrival.begin(lambda: self._receive(manifest, group))
+        return reason
+
+    @property
+    def _num_ranks(self) -> int:
+        """Ranks that compute a step together; copies of a model without experts compute steps of their own."""
+        copies = self.parallel_config.data_parallel_size if self.model_config.is_moe else 1
+        return int(copies * self.parallel_config.world_size)
+
+    def _receive(self, manifest: WeightManifest, group: WeightGroup | None) -> Receiver:
+        return receive(manifest, group, worker_index(self.parallel_config), self.device)
+
     def receive_weights(self, update_info: ManifestInfo) -> None:
-        manifest = msgspec.convert(update_info.manifest, WeightManifest)
-        group = None if update_info.group is None else msgspec.convert(update_info.group, WeightGroup)
-        worker = worker_index(self.parallel_config)
-        with receive(manifest, group, worker, self.device) as tensors:
+        """Load a version: what has arrived, else what is received now."""
+        manifest, group = _read(update_info)
+        self._check_kind(manifest.adapter)
+        with self.arrival.take(manifest) or self._receive(manifest, group) as tensors:
             if policy.manager is not None:
                 copies = [(name, tensor.to("cpu", copy=True)) for name, tensor in tensors]
                 tensors.check_unchanged()
@@ -89,29 +119,30 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
                 self.model.load_weights((name, tensor.to(self.device)) for name, tensor in weights)
             tensors.check_unchanged()
 
-    def _store_policy(self, info: AdapterInfo | None, tensors: Iterable[NamedTensor]) -> None:
-        """Keep the policy's adapter for vLLM's own LoRA.
+    def _check_kind(self, info: AdapterInfo | None) -> None:
+        """Raises: ConfigError for what this engine does not load.
 
-        Raises: ConfigError for anything but the policy's adapter; DataError for one that vLLM cannot compute.
+        One that computes the policy's adapter loads nothing else; others have named adapters from /v1/load_lora_adapter.
         """
-        if info is None or info.name is not None:
+        if policy.manager is not None and (info is None or info.name is not None):
             raise ConfigError(
                 "this engine computes the adapter of a run's policy beside its weights, and this weight update is no "
                 "such adapter; set [model.lora] in the run, or start the engine without --policy-lora and without "
                 "inference.lora.compute_policy = true"
             )
-        policy.store(tensors, info.rank, info.scaling, Path(self.model_config.model))
-
-    def _merge_adapter(self, info: AdapterInfo, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Merge the policy's adapter into the weights with which vLLM was started.
-
-        Raises: ConfigError for an adapter with a name; vLLM loads those by /v1/load_lora_adapter.
-        """
-        if info.name is not None:
+        if info is not None and info.name is not None:
             raise ConfigError(
                 f"adapter {info.name!r} cannot be loaded as a weight update: vLLM loads named adapters from a "
                 "directory; save it and call /v1/load_lora_adapter"
             )
+
+    def _store_policy(self, info: AdapterInfo | None, tensors: Iterable[NamedTensor]) -> None:
+        """Keep the policy's adapter for vLLM's own LoRA. Raises: DataError for one that vLLM cannot compute."""
+        assert info is not None
+        policy.store(tensors, info.rank, info.scaling, Path(self.model_config.model))
+
+    def _merge_adapter(self, info: AdapterInfo, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Merge the policy's adapter into the weights with which vLLM was started."""
         if self._base is None:
             self._base = BaseWeights(Path(self.model_config.model))
             if self._is_replaced:
@@ -139,9 +170,16 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
             _pack_cpu_heads(self.model)
 
     def shutdown(self) -> None:
+        self.arrival.close()
+        del self.arrival  # a later update has a new one
         if self._base is not None:
             self._base.close()
             self._base = None
+
+
+def _read(info: ManifestInfo) -> tuple[WeightManifest, WeightGroup | None]:
+    group = None if info.group is None else msgspec.convert(info.group, WeightGroup)
+    return msgspec.convert(info.manifest, WeightManifest), group
 
 
 def _drop_unfinished_layers(model: torch.nn.Module) -> None:

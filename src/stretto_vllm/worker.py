@@ -27,7 +27,10 @@ class WorkerExtension:
     """Methods that routes.py calls by collective_rpc, under these names."""
 
     _weight_update_active: bool  # vLLM's
+    weight_transfer_engine: Any  # vLLM's; a StrettoWeights
     start_weight_update: Callable[[], None]  # vLLM's
+    update_weights: Callable[[dict[str, Any]], None]  # vLLM's
+    finish_weight_update: Callable[[], None]  # vLLM's
 
     def stretto_is_alive(self) -> bool:
         """True; a worker that hangs or is dead does not answer."""
@@ -41,3 +44,29 @@ class WorkerExtension:
         leases.note_pause()
         self._weight_update_active = False
         self.start_weight_update()
+
+    def stretto_receive(self, update_info: dict[str, Any]) -> str | None:
+        """Start to receive a version while steps go on; returns why this worker cannot, None if it does.
+
+        Raises: ConfigError for a version that this engine does not load.
+        """
+        reason: str | None = self.weight_transfer_engine.begin(update_info)
+        return reason
+
+    def stretto_has_arrived(self) -> bool:
+        """Whether the version is here and verified, or cannot be received."""
+        return bool(self.weight_transfer_engine.arrival.is_here)
+
+    def stretto_check_arrival(self) -> None:
+        """Raises: WireError if the version could not be received, or if its bytes have changed since."""
+        self.weight_transfer_engine.arrival.check()
+
+    def stretto_drop_arrival(self) -> None:
+        """Give the version up."""
+        self.weight_transfer_engine.arrival.drop()
+
+    def stretto_load(self, update_info: dict[str, Any]) -> None:
+        """A whole update while the engine is paused, with what has arrived."""
+        self.stretto_start_update()
+        self.update_weights(update_info)
+        self.finish_weight_update()

@@ -94,6 +94,21 @@ def machine_bytes() -> int:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
+def available_bytes() -> int:
+    """Memory that this process may still use: cached files count, and so does the limit of its container."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return free
+    if not limit.isdecimal():
+        return free
+    return max(0, min(free, int(limit) - int(used) + int(files.get("inactive_file", 0))))
+
+
 def keep_freed_memory() -> bool:
     """Let glibc reuse the memory of freed tensors; returns False where there is no glibc.
 

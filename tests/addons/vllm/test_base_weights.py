@@ -104,7 +104,7 @@ def test_workers_share_one_copy_and_the_last_one_removes_it(model_dir, memory):
 def test_without_room_in_memory_versions_come_from_the_files_and_this_is_said_once(
     model_dir, memory, caplog, monkeypatch
 ):
-    monkeypatch.setattr(base, "_available_memory", lambda: 1000)
+    monkeypatch.setattr(base, "available_bytes", lambda: 1000)
     weights, model = BaseWeights(model_dir, memory), adapted(1, "q_proj")
     with caplog.at_level(logging.WARNING):
         found = [merge(weights, model) for _ in range(2)]
@@ -117,7 +117,7 @@ def test_workers_that_merge_at_once_share_one_copy(model_dir, memory, caplog, mo
     """Locks hold between open files, so threads meet as processes do; the copy of one leaves no room for others."""
     copies = lambda: [path for path in memory.iterdir() if path.suffix not in (".users", ".lock")]
     is_full = lambda: any(path.stat().st_size for path in copies())
-    monkeypatch.setattr(base, "_available_memory", lambda: 0 if is_full() else 1 << 40)
+    monkeypatch.setattr(base, "available_bytes", lambda: 0 if is_full() else 1 << 40)
     bytes_of = base._bytes_of
     monkeypatch.setattr(base, "_bytes_of", lambda tensor: met.wait(10) and bytes_of(tensor))
     met = threading.Event()  # the copy has been begun when the other workers look at the memory
@@ -126,9 +126,9 @@ def test_workers_that_merge_at_once_share_one_copy(model_dir, memory, caplog, mo
         found = [pool.submit(merge, workers[0], model)]
         while not is_full():
             assert not found[0].done()
-        available = base._available_memory
+        available = base.available_bytes
         looked = threading.Barrier(len(workers) - 1, action=met.set)
-        monkeypatch.setattr(base, "_available_memory", lambda: (looked.wait(10), available())[1])
+        monkeypatch.setattr(base, "available_bytes", lambda: (looked.wait(10), available())[1])
         found += [pool.submit(merge, worker, model) for worker in workers[1:]]
     assert "do not fit" not in caplog.text
     assert len(copies()) == 1

@@ -66,6 +66,8 @@ class Receiver:
     """
 
     manifest: WeightManifest
+    has_arrived = True
+    """Whether all tensors are here, and verified; if False, they travel while one iterates."""
 
     def __iter__(self) -> Iterator[NamedTensor]:
         raise NotImplementedError
@@ -94,6 +96,7 @@ class ProbeReceiver(Receiver):
 
     def __init__(self, receiver: Receiver) -> None:
         self.manifest, self._receiver = receiver.manifest, receiver
+        self.has_arrived = receiver.has_arrived
 
     def __iter__(self) -> Iterator[NamedTensor]:
         for name, tensor in self._receiver:

@@ -1,0 +1,134 @@
+"""Weight updates that vLLM's server runs by itself: its workers receive while they decode, and stop for the copy alone.
+
+    RECEIVING    a thread of each worker receives and verifies; steps go on     -> STOPPED; SERVING if that fails
+    STOPPED      the scheduler is paused, requests keep their caches            -> LOADING; SERVING if bytes have changed
+    LOADING      workers load                                                   -> SERVING; stays paused if that fails
+
+A call of UPDATE_WEIGHTS alone is such an update. Between START_UPDATE and FINISH_UPDATE the caller has paused the engine,
+and the same call is vLLM's own: workers receive and load while nothing else runs. Engines whose ranks on several nodes
+compute each step together get all five calls, because every node has a server, and all have to stop before one loads;
+so do engines that sleep, which have nothing to decode meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from stretto.base.errors import EngineError, WireError
+from stretto.inference.update_order import UpdateOrder, UpdateState
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.005
+MAX_POLL_S = 0.05
+
+
+def loads_between_steps(config: Any) -> bool:
+    """Whether UPDATE_WEIGHTS alone is an update of this engine. config: vLLM's."""
+    is_wide = config.parallel_config.local_engines_only and config.model_config.is_moe
+    return not is_wide and not config.model_config.enable_sleep_mode
+
+
+class Updates:
+    """The updates of one engine, one at a time."""
+
+    def __init__(self, client: Any) -> None:
+        """client: vLLM's AsyncLLM."""
+        self._client = client
+        self._lock = asyncio.Lock()
+        self._noted: set[str] = set()
+        self._running: set[asyncio.Task[None]] = set()
+        self.is_receiving = False
+        """Whether workers answer although an update runs."""
+
+    async def load(self, info: dict[str, Any], order: UpdateOrder) -> None:
+        """Load a version; it goes on if the caller leaves. info: an UpdateInfo as JSON.
+
+        Raises: WireError if it cannot be received: the engine goes on with the weights that it has. EngineError if it
+        was loaded in part: the engine stays paused.
+        """
+        task = asyncio.create_task(self._load(info, order))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        await asyncio.shield(task)
+
+    async def _load(self, info: dict[str, Any], order: UpdateOrder) -> None:
+        version = info["manifest"]["version"]
+        async with self._lock:
+            started = time.perf_counter()
+            await self._receive(info)
+            stopped = time.perf_counter()
+            async with self._paused(order):
+                await self._check_arrival()
+                order.state = UpdateState.STARTED
+                try:
+                    await self._call("stretto_load", info)
+                    await self._client.update_weight_version(str(version))
+                except Exception as error:
+                    raise EngineError(
+                        f"version {version} was loaded in part: {error}; the engine stays paused until a whole update"
+                    ) from error
+            now = time.perf_counter()
+        message = "loaded version=%d in %.1f ms; the engine stood still for %.1f ms of them"
+        logger.info(message, version, (now - started) * 1e3, (now - stopped) * 1e3)
+
+    async def _receive(self, info: dict[str, Any]) -> None:
+        """Have all workers receive a version, unless one of them cannot while it decodes.
+
+        Raises: WireError if one fails.
+        """
+        self.is_receiving = True
+        try:
+            reasons = set(await self._call("stretto_receive", info)) - {None}
+            for reason in sorted(reasons - self._noted):
+                logger.warning("weights are received while the engine stands still: %s", reason)
+            self._noted |= reasons
+            wait_s = POLL_S
+            while not reasons and not all(await self._call("stretto_has_arrived")):
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, MAX_POLL_S)
+        except Exception as error:
+            raise WireError(f"{error}") from error
+        finally:
+            self.is_receiving = False
+        await self._check_arrival()
+
+    async def _check_arrival(self) -> None:
+        """Raises: WireError if a worker could not receive the version, or if its bytes have changed since."""
+        try:
+            await self._call("stretto_check_arrival")
+        except Exception as error:
+            with contextlib.suppress(Exception):  # of an engine that is dead
+                await self._call("stretto_drop_arrival")
+            raise WireError(f"{error}") from error
+
+    @contextlib.asynccontextmanager
+    async def _paused(self, order: UpdateOrder) -> AsyncIterator[None]:
+        """Pause the scheduler, and resume it unless an update is left unfinished, or it was paused before."""
+        before = order.state
+        # Not pause_generation: it waits for 20 ms after that, so that callers see all tokens first.
+        await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        try:
+            yield
+        except EngineError:
+            raise
+        except BaseException:
+            await self._resume(before, order)
+            raise
+        await self._resume(before, order)
+
+    async def _resume(self, before: UpdateState, order: UpdateOrder) -> None:
+        order.state = before
+        if before is UpdateState.SERVING:
+            await self._client.resume_generation()
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker; what each returns."""
+        core = self._client.engine_core
+        answers = await core.call_utility_all_async("collective_rpc", method, None, args, None)
+        return [answer for of_engine in answers for answer in of_engine]
