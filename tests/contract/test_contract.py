@@ -6,8 +6,11 @@ Tests change the served weights and leave version 0's weights behind (fixture `c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import shutil
+import sys
 
 import aiohttp
 import msgspec
@@ -24,7 +27,7 @@ from stretto.config.sections.transport import CollectiveWeights, DeltaSection, F
 from stretto.models.hub import export_tensors
 from stretto.models.tensor_map import as_whole_slices
 from stretto.records.generate import GenerateRequest, SamplingParams
-from stretto.records.weight_manifest import WeightGroup
+from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.trainer.network import scaled
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.client import EngineClient
@@ -366,6 +369,96 @@ async def test_an_engine_that_waits_for_others_in_an_update_is_alive(engine, cli
     scores = await scores_of(client, PROMPT, "waited")
     np.testing.assert_allclose(scores[1:], logprobs_of(scratch(4), PROMPT), **CLOSE)
     publisher.close()
+
+
+PUBLISHERS = {
+    "shm": lambda path: ShmPublisher("test-contract-damaged"),
+    "filesystem": lambda path: FilesystemPublisher(path, keep_versions=2),
+    "collective": lambda path: CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=20_000, timeout_s=60),
+}
+
+
+def with_wrong_checksum(manifest: WeightManifest) -> WeightManifest:
+    """The same version, but its bytes are not those that the publisher has summed."""
+    if manifest.transport != "collective":
+        return msgspec.structs.replace(manifest, checksum=manifest.checksum ^ 1)
+    location = json.loads(manifest.location)
+    for part in location["parts"]:
+        part["checksum"] ^= 1
+    return msgspec.structs.replace(manifest, location=json.dumps(location))
+
+
+@pytest.mark.parametrize("transport", PUBLISHERS)
+async def test_a_damaged_version_is_refused_and_the_engine_goes_on_with_the_old_one(
+    client, weights, transport, tmp_path
+):
+    await weights(20, 1)  # from now on an update is one call, and requests run beside it
+    publisher = PUBLISHERS[transport](tmp_path / "damaged")
+    try:
+        manifest = publisher.publish(21, export_tensors(scratch(2)))
+        running, _ = await started(client, f"damaged-{transport}", max_tokens=400)
+        with pytest.raises(EngineError, match="checksum"):
+            await client.update_weights(with_wrong_checksum(manifest))
+        assert [span.version for span in (await running)[0].versions] == [20]
+        scores = await scores_of(client, PROMPT, f"damaged-{transport}")
+        np.testing.assert_allclose(scores[1:], logprobs_of(scratch(1), PROMPT), **CLOSE)
+        await client.update_weights(manifest)
+        scores = await scores_of(client, PROMPT, f"whole-{transport}")
+        np.testing.assert_allclose(scores[1:], logprobs_of(scratch(2), PROMPT), **CLOSE)
+    finally:
+        publisher.close()
+
+
+TRAINER = """
+import sys, time
+from servers import scratch
+from stretto.models.hub import export_tensors
+from stretto_broadcast.collective import CollectivePublisher
+import msgspec
+publisher = CollectivePublisher("127.0.0.1", int(sys.argv[1]), bucket_bytes=20_000, timeout_s=60)
+print(msgspec.json.encode(publisher.publish(31, export_tensors(scratch(2)))).decode(), flush=True)
+time.sleep(600)
+"""
+
+
+async def test_tokens_are_sampled_while_a_version_is_on_its_way_and_after_its_trainer_was_killed(
+    engine, client, weights
+):
+    """The engine waits for another one that has to receive the version, too; then the trainer is killed."""
+    await weights(30, 1)
+    port = free_port()
+    trainer = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", TRAINER, str(port), stdout=asyncio.subprocess.PIPE, limit=1 << 24,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    try:
+        manifest = msgspec.json.decode(await trainer.stdout.readline(), type=WeightManifest)
+        body = updates.encode_update(manifest, WeightGroup(request="killed", world_size=2, rank=0))
+        async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
+
+            async def update() -> tuple[int, str]:
+                async with http.post(engine[1] + api.UPDATE_WEIGHTS, data=body) as answer:
+                    return answer.status, await answer.text()
+
+            updating = asyncio.create_task(update())
+            store = connect_store("127.0.0.1", port, 60, "test")
+            await asyncio.to_thread(store.wait, ["join/killed/0"])
+            [completion] = await client.generate(ask("beside", max_tokens=50))
+            assert [span.version for span in completion.versions] == [30] and not updating.done()
+            async with http.get(f"{engine[1]}{api.LIVENESS}?{api.IDLE}") as answer:
+                assert answer.status == 200  # the worker answers, too
+            trainer.kill()
+            status, text = await updating
+            assert status == 409 and "the trainer's store" in text and "gone" in text
+        [completion] = await client.generate(ask("after", max_tokens=50))
+        assert [span.version for span in completion.versions] == [30]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            trainer.kill()
+        await trainer.wait()
+    await weights(32, 2)
+    scores = await scores_of(client, PROMPT, "after-the-kill")
+    np.testing.assert_allclose(scores[1:], logprobs_of(scratch(2), PROMPT), **CLOSE)
 
 
 async def test_an_aborted_request_gives_what_it_has(client):

@@ -22,7 +22,7 @@ from stretto.base.errors import EngineError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.partial import ABORTED, continued_request, merge_completions, needs_whole_reply
 from stretto.records.weight_manifest import CanaryImage, WeightGroup, WeightManifest
-from stretto.transports.engine import api, http, proof, updates
+from stretto.transports.engine import api, http, proof, updates, window
 from stretto.transports.engine.completions import decode_completions
 from stretto.transports.engine.dispatch import FULL_S, Dispatch
 from stretto.transports.engine.fleet import EngineState, Fleet
@@ -89,14 +89,9 @@ class EngineClient:
             on_down=on_down,
         )
         self._dispatch = Dispatch(
-            self.urls,
-            self._http,
-            self.fleet,
-            timeout_s=timeout_s,
-            max_retries=max_retries,
-            recovery_timeout_s=recovery_timeout_s,
-            is_routed=self._is_routed,
-        )
+            self.urls, self._http, self.fleet, timeout_s=timeout_s, max_retries=max_retries,
+            recovery_timeout_s=recovery_timeout_s, is_routed=self._is_routed,
+        )  # fmt: skip
         self._routed = RoutedFleet(self.urls if self._is_routed else (), self.fleet, api_key)
         self.num_replies = 0  # requests that were answered
         self._handover = Handover(self.fleet, self._routed, self._admin, liveness_timeout_s)
@@ -287,6 +282,8 @@ class EngineClient:
         async with task_group() as group:
             group.create_task(self.fleet.watch(), name="watch engines")
             group.create_task(self._routed.watch(), name="watch routers")
+            if self._is_routed and not self._splits_samples:  # else prompts and replies have engines of their own
+                group.create_task(window.keep_busy(self.metrics_by_engine, self._dispatch.follow), name="watch queues")
 
     async def _check_alive(self, url: str, *, is_idle: bool = False) -> None:
         """Check that an engine is alive; is_idle: it loads no weights, so that its workers must answer too.
@@ -489,6 +486,8 @@ class EngineClient:
         for own in (await self.metrics_by_engine()).values():
             for name, value in own.items():
                 total[name] = total.get(name, 0.0) + value
+        if self._is_routed and window.WAITING in total:
+            total[window.WAITING] += self._dispatch.num_held
         return total
 
     async def metrics_by_engine(self) -> dict[str, dict[str, float]]:

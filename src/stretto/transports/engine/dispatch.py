@@ -22,6 +22,7 @@ from stretto.base.errors import EngineError
 from stretto.transports.engine import api, http
 from stretto.transports.engine.fleet import Fleet
 from stretto.transports.engine.gate import RequestGate
+from stretto.transports.engine.window import Queue, limit_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,18 @@ class Dispatch:
         self.num_running: dict[str, int] = defaultdict(int)
         """Requests by address, including those that wait at the gate."""
         self._gates: dict[str, RequestGate] = defaultdict(RequestGate)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait here until an engine has room."""
+        return sum(gate.num_waiting for gate in self._gates.values())
+
+    def follow(self, queues: Sequence[Queue]) -> None:
+        """Send routers as many requests as their engines need, which have these queues; every router has them all."""
+        gates = [self._gates[url] for url in self._urls]
+        limit = sum(gate.limit for gate in gates)
+        for gate in gates:
+            gate.set_limit(limit_of(limit, sum(each.num_running for each in gates), queues) / len(gates))
 
     async def send(self, what: str, body: bytes, headers: dict[str, str], session_id: str | None) -> tuple[str, bytes]:
         """Send a request and return the engine (or router) and its answer; what: its name in messages.

@@ -55,6 +55,19 @@ class RequestGate:
             self._rejects_since = None
         elif self._rejects_since is None:
             self._rejects_since = time.monotonic()
+        self._admit()
+
+    def set_limit(self, limit: float) -> None:
+        """Admit this many from now on, at least one."""
+        self.limit = max(1.0, limit)
+        self._admit()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait here."""
+        return sum(not turn.done() for turn in self._waiting)
+
+    def _admit(self) -> None:
         while self._waiting and self.num_running + 1 <= self.limit:
             turn = self._waiting.popleft()
             if not turn.done():
