@@ -111,10 +111,11 @@ class Guard:
             check_queue(self._num_open - sizes.max_num_seqs, self._max_waiting)
         if path not in GENERATING:
             return check(path, await _read(receive, sizes.max_body_bytes(path)), sizes)
+        updates = getattr(scope["app"].state, "updates", None)
         hold = open_request.enter_context(self._open_bytes.request(int(headers.get(b"content-length") or 0)))
         data = await _read(receive, sizes.max_body_bytes(path))
         hold(len(data))
-        return check(path, data, sizes)
+        return check(path, data, sizes, updates and updates.salt)
 
 
 async def _read(receive: Receive, limit: int) -> bytes:

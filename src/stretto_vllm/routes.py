@@ -119,14 +119,14 @@ async def start_update(request: Request) -> Response:
 @router.post(api.UPDATE_WEIGHTS)
 async def update_weights(request: Request) -> JSONResponse:
     """Load a version; without START_UPDATE before it, a whole update."""
-    client, order = request.app.state.engine_client, request.state.update_order
+    updating, order = request.app.state.updates, request.state.update_order
     info = (await request.json())["update_info"]
     with weight_operation_metrics().record("update"):
         if order.state is UpdateState.STARTED:  # the guard's, also after an earlier UPDATE_WEIGHTS
-            await client.collective_rpc("update_weights", kwargs={"update_info": info})
+            await updating.load_paused(info)
         else:
             try:
-                await request.app.state.updates.load(info, order)
+                await updating.load(info, order)
             except (EngineError, WireError) as error:
                 return _error(str(error), 409)
     return JSONResponse({"message": "Weights updated"})

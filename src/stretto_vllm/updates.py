@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from stretto.base.errors import EngineError, WireError
@@ -45,6 +45,17 @@ class Updates:
         self._running: set[asyncio.Task[None]] = set()
         self.is_receiving = False
         """Whether workers answer although an update runs."""
+        self.salt: str | None = None
+        """Of the weights that are loaded: vLLM keeps what it has cached of others, because requests run on with it."""
+
+    async def load_paused(self, info: dict[str, Any]) -> None:
+        """Load a version between START_UPDATE and FINISH_UPDATE."""
+        await self._call("update_weights", info)
+        self._note(info["manifest"])
+
+    def _note(self, manifest: Mapping[str, Any]) -> None:
+        probe = " of a probe" if manifest.get("is_probe") else ""
+        self.salt = f"weights{probe}, version {manifest['version']}, {manifest['checksum']:#010x}"
 
     async def load(self, info: dict[str, Any], order: UpdateOrder) -> None:
         """Load a version; it goes on if the caller leaves. info: an UpdateInfo as JSON.
@@ -69,6 +80,7 @@ class Updates:
                 try:
                     await self._call("stretto_load", info)
                     await self._client.update_weight_version(str(version))
+                    self._note(info["manifest"])
                 except Exception as error:
                     raise EngineError(
                         f"version {version} was loaded in part: {error}; the engine stays paused until a whole update"

@@ -371,6 +371,22 @@ async def test_an_engine_that_waits_for_others_in_an_update_is_alive(engine, cli
     publisher.close()
 
 
+async def test_requests_without_a_salt_read_no_cache_of_older_weights(client, weights):
+    """Also while another request keeps the caches from being emptied, and with both kinds of updates."""
+    prompt = np.arange(3, 103, dtype=np.int32)
+    for version, seed in ((51, 1), (52, 0), (53, 1)):
+        running = asyncio.create_task(client.generate(ask(f"keeps-{version}", prompt, max_tokens=200)))
+        await weights(version, seed)
+        for _ in range(2):
+            before = await client.metrics()
+            [completion] = await client.generate(ask(f"unsalted-{version}", prompt))
+            expected = logprobs_of(scratch(seed), np.concatenate([prompt, completion.token_ids]))[len(prompt) - 1 :]
+            np.testing.assert_allclose(completion.logprobs, expected, **CLOSE)
+        hits = "vllm:prefix_cache_hits_total"
+        assert (await client.metrics())[hits] > before[hits]  # what has been cached since then is used
+        await running
+
+
 PUBLISHERS = {
     "shm": lambda path: ShmPublisher("test-contract-damaged"),
     "filesystem": lambda path: FilesystemPublisher(path, keep_versions=2),

@@ -283,7 +283,7 @@ class EngineClient:
             group.create_task(self.fleet.watch(), name="watch engines")
             group.create_task(self._routed.watch(), name="watch routers")
             if self._is_routed and not self._splits_samples:  # else prompts and replies have engines of their own
-                group.create_task(window.keep_busy(self.metrics_by_engine, self._dispatch.follow), name="watch queues")
+                group.create_task(self._dispatch.keep_busy(self.metrics_by_engine), name="watch queues")
 
     async def _check_alive(self, url: str, *, is_idle: bool = False) -> None:
         """Check that an engine is alive; is_idle: it loads no weights, so that its workers must answer too.

@@ -16,13 +16,13 @@ import contextlib
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from stretto.base.errors import EngineError
 from stretto.transports.engine import api, http
 from stretto.transports.engine.fleet import Fleet
 from stretto.transports.engine.gate import RequestGate
-from stretto.transports.engine.window import Queue, limit_of
+from stretto.transports.engine.window import FIRST, Queue, keep_busy, limit_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,22 @@ class Dispatch:
         """Requests that wait here until an engine has room."""
         return sum(gate.num_waiting for gate in self._gates.values())
 
-    def follow(self, queues: Sequence[Queue]) -> None:
-        """Send routers as many requests as their engines need, which have these queues; every router has them all."""
+    async def keep_busy(self, readings: Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]]) -> None:
+        """Send routers as many requests as keep their engines busy, from now on; readings: those of window.py.
+
+        Every router has all engines.
+        """
+        gates = [self._gates[url] for url in self._urls]
+        num_engines = len(self._fleet.nodes)
+        try:
+            for gate in gates:
+                gate.set_limit(FIRST * num_engines / len(gates))
+            await keep_busy(readings, self._follow, num_engines)
+        finally:
+            for gate in gates:
+                gate.set_limit(float("inf"))
+
+    def _follow(self, queues: Sequence[Queue]) -> None:
         gates = [self._gates[url] for url in self._urls]
         limit = sum(gate.limit for gate in gates)
         for gate in gates:

@@ -27,6 +27,8 @@ RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 MARGIN = 4
 """An engine may have this part of what it runs waiting, so that it is busy until the next reading."""
 LEAST_MARGIN = 2.0
+FIRST = 32
+"""Requests per engine before the first reading."""
 
 
 class Queue(NamedTuple):
@@ -55,19 +57,19 @@ def limit_of(limit: float, num_sent: int, queues: Sequence[Queue]) -> float:
     idle = [queue for queue in queues if not queue.waiting]
     if not idle:
         return limit
-    # Without a queue nobody knows how many more it could run: at least as many as others do.
-    lack = max(most - queue.running + queue.margin for queue in idle)
+    # Without a queue nobody knows how many it could run: as many as others do, or twice as many as now.
+    lack = max(max(most - queue.running, queue.running) + queue.margin for queue in idle)
     return max(limit, min(limit, num_sent) + num * lack)
 
 
 async def keep_busy(
-    readings: Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]], apply: Callable[[Sequence[Queue]], None]
-) -> None:
-    """Read the engines' queues and pass them on at intervals; runs for ever.
+    readings: Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]], apply: Callable[[Sequence[Queue]], None],
+    num_engines: int,
+) -> None:  # fmt: skip
+    """Read the engines' queues and pass them on at intervals; runs for ever, or until an engine has no such metrics.
 
     readings: metrics of every engine that is up, by its address; raises EngineError if one does not answer.
     """
-    num_engines = 0
     while True:
         await asyncio.sleep(INTERVAL_S * max(1.0, num_engines / 10))
         try:
@@ -76,5 +78,7 @@ async def keep_busy(
             logger.debug("no queues of engines: %s", error)
             continue
         num_engines = len(found)
-        if all(RUNNING in own and WAITING in own for own in found.values()):
-            apply([Queue(own[RUNNING], own[WAITING]) for own in found.values()])
+        if not all(RUNNING in own and WAITING in own for own in found.values()):
+            logger.info("an engine does not tell its queue: requests go to the router as they come")
+            return
+        apply([Queue(own[RUNNING], own[WAITING]) for own in found.values()])

@@ -1,0 +1,208 @@
+"""Updates that vLLM's server runs by itself, over workers with given answers; what a worker has received."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stretto.base.errors import EngineError, WireError
+from stretto.inference.update_order import UpdateOrder, UpdateState
+from stretto.records.weight_manifest import TensorEntry, WeightManifest
+from stretto.transports.weights.layout import NamedTensor, ProbeReceiver, Receiver
+from stretto_vllm import arrival
+from stretto_vllm.arrival import Arrival, reason_to_stop
+from stretto_vllm.updates import Updates, loads_between_steps
+
+
+def manifest(**settings: Any) -> WeightManifest:
+    entries = (TensorEntry("a", "float32", (256,), 0, 0, 1024),)
+    whole = {"version": 3, "transport": "shm", "location": "x", "shards": ("s",), "tensors": entries, "checksum": 7}
+    return WeightManifest(**(whole | settings))
+
+
+INFO = {"manifest": {"version": 3, "checksum": 7}}
+
+
+class Engine:
+    """vLLM's client with two engines of two workers each; what is asked of them, in order."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.asked, self.version = answers, [], "default"
+        self.engine_core = self
+
+    async def call_utility_all_async(self, _: str, method: str, timeout_s: None, args: Any, kwargs: None) -> list[Any]:
+        self.asked.append(method.removeprefix("stretto_"))
+        answer = self.answers.get(self.asked[-1], [True] * 4 if method == "stretto_has_arrived" else [None] * 4)
+        answer = next(answer) if isinstance(answer, Iterator) else answer
+        if isinstance(answer, Exception):
+            raise answer
+        return [answer[:2], answer[2:]]
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        assert mode == "keep" and not clear_cache
+        self.asked.append("pause")
+
+    async def resume_generation(self) -> None:
+        self.asked.append("resume")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+
+ARRIVES = ["receive", "has_arrived", "check_arrival"]
+LOADS = ["pause", "check_arrival", "load", "resume"]
+
+
+async def test_workers_receive_before_the_engine_is_paused():
+    later = iter([[True, False, True, True], [True, True, True, False], [True] * 4])
+    engine, order = Engine(has_arrived=later), UpdateOrder()
+    updates = Updates(engine)
+    await updates.load(INFO, order)
+    assert engine.asked == ["receive", *3 * ["has_arrived"], "check_arrival", *LOADS]
+    assert engine.version == "3" and order.state is UpdateState.SERVING and "version 3" in updates.salt
+
+
+@pytest.mark.parametrize("refused", ["receive", "check_arrival"])
+async def test_what_cannot_be_received_pauses_nothing(refused):
+    engine, order = Engine(**{refused: WireError("checksum")}), UpdateOrder()
+    updates = Updates(engine)
+    with pytest.raises(WireError, match="checksum"):
+        await updates.load(INFO, order)
+    assert "pause" not in engine.asked and order.state is UpdateState.SERVING
+    assert engine.version == "default" and updates.salt is None and not updates.is_receiving
+
+
+async def test_bytes_that_change_before_the_copy_leave_the_old_version_running():
+    engine, order = Engine(check_arrival=iter([[None] * 4, WireError("overwritten")])), UpdateOrder()
+    with pytest.raises(WireError, match="overwritten"):
+        await Updates(engine).load(INFO, order)
+    assert engine.asked == [*ARRIVES, "pause", "check_arrival", "drop_arrival", "resume"]
+    assert order.state is UpdateState.SERVING
+
+
+async def test_what_was_loaded_in_part_stays_paused_and_cannot_be_resumed():
+    engine, order = Engine(load=RuntimeError("no such layer")), UpdateOrder()
+    with pytest.raises(EngineError, match="loaded in part: no such layer"):
+        await Updates(engine).load(INFO, order)
+    assert engine.asked[-1] == "load" and order.state is UpdateState.STARTED
+
+
+async def test_a_worker_without_room_receives_while_the_engine_stands_still(caplog):
+    engine, order = Engine(receive=[None, "no room", None, None]), UpdateOrder()
+    updates = Updates(engine)
+    for _ in range(2):
+        await updates.load(INFO, order)
+    assert engine.asked == 2 * ["receive", "check_arrival", *LOADS]
+    assert [record.message for record in caplog.records if "no room" in record.message] == [
+        "weights are received while the engine stands still: no room"
+    ]
+
+
+async def test_an_engine_that_its_caller_has_paused_stays_paused():
+    engine, order = Engine(), UpdateOrder()
+    order.state = UpdateState.PAUSED
+    await Updates(engine).load(INFO, order)
+    assert "resume" not in engine.asked and order.state is UpdateState.PAUSED
+
+
+async def test_an_update_goes_on_when_its_caller_leaves():
+    engine, order = Engine(has_arrived=iter([[False] * 4, [True] * 4])), UpdateOrder()
+    load = asyncio.create_task(Updates(engine).load(INFO, order))
+    while "has_arrived" not in engine.asked:
+        await asyncio.sleep(0)
+    load.cancel()
+    async with asyncio.timeout(10):
+        while engine.asked[-1] != "resume":
+            await asyncio.sleep(0.01)
+    assert engine.version == "3"
+
+
+@pytest.mark.parametrize(
+    ("wide", "moe", "sleeps", "expected"),
+    [(False, True, False, True), (True, False, False, True), (True, True, False, False), (False, False, True, False)],
+)
+def test_engines_over_several_nodes_and_those_that_sleep_get_all_calls(wide, moe, sleeps, expected):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(local_engines_only=wide),
+        model_config=SimpleNamespace(is_moe=moe, enable_sleep_mode=sleeps),
+    )
+    assert loads_between_steps(config) is expected
+
+
+class OnItsWay(Receiver):
+    """A version that travels while it is read."""
+
+    has_arrived = False
+
+    def __init__(self, begun: threading.Event | None = None) -> None:
+        self.manifest, self.begun, self.is_closed = manifest(), begun, False
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        if self.begun is not None:
+            self.begun.wait(10)
+        buffer = torch.zeros(4)
+        for number in range(3):
+            yield f"t{number}", buffer.fill_(number)  # one buffer for all, as buckets are used again
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("is_probe", [False, True])
+def test_tensors_that_travel_are_copied_to_the_host_in_a_thread(is_probe):
+    begun, held = threading.Event(), Arrival()
+    source = OnItsWay(begun)
+    held.begin(lambda: ProbeReceiver(source) if is_probe else source)
+    assert not held.is_here
+    begun.set()
+    held.check()
+    received = held.take(manifest())
+    assert held.take(manifest()) is None and source.is_closed
+    scale = 1.25 if is_probe else 1.0
+    assert {name: tensor.tolist() for name, tensor in received} == {f"t{i}": [i * scale] * 4 for i in range(3)}
+
+
+def test_a_version_that_was_given_up_is_closed_and_never_loaded():
+    held, first = Arrival(), OnItsWay(threading.Event())
+    first.has_arrived = True
+    held.begin(lambda: first)
+    held.check()
+    assert held.take(manifest(version=4)) is None and first.is_closed
+    second = OnItsWay()
+    second.has_arrived = True
+    held.begin(lambda: second)
+    held.check()
+    held.drop()
+    assert second.is_closed and held.is_here and held.take(manifest()) is None
+
+
+def test_an_error_of_the_thread_is_raised_where_the_version_is_asked_for():
+    def refuse() -> Receiver:
+        raise WireError("damaged")
+
+    held = Arrival()
+    held.begin(refuse)
+    with pytest.raises(WireError, match="damaged"):
+        held.check()
+    assert held.is_here
+    with pytest.raises(WireError, match="damaged"):
+        held.take(manifest())
+
+
+def test_only_broadcasts_to_gpus_need_room_or_ranks_of_their_own(monkeypatch):
+    gpu, one = torch.device("cuda"), {"num_ranks": 1, "num_workers": 1}
+    sent = manifest(needs_group=True)
+    monkeypatch.setattr(arrival, "available_bytes", lambda: 2000)
+    assert reason_to_stop(sent, torch.device("cpu"), num_ranks=8, num_workers=8) is None
+    assert reason_to_stop(manifest(), gpu, num_ranks=8, num_workers=8) is None
+    assert reason_to_stop(sent, gpu, **one) is None
+    assert "2 ranks" in reason_to_stop(sent, gpu, num_ranks=2, num_workers=1)
+    assert "available" in reason_to_stop(sent, gpu, num_ranks=1, num_workers=2)
+    monkeypatch.setattr(arrival, "available_bytes", lambda: 1100)
+    assert "available" in reason_to_stop(sent, gpu, **one)
