@@ -3,10 +3,11 @@
     python benchmarks/router_queues.py [--policy round_robin] [--stage 9] [--rate 25] [--unlimited]
 
 A real vllm-router, the orchestrator's real client, and engines of which only the HTTP is real: each answers so many
-requests per second on average, of random length, in the order in which they come, and says that at most 24 run and the others wait. The client always
-has 288 requests open. Every stage an engine joins, until there are four, and then one leaves, until there is one. The figure
-is the part of the last 60 % of each stage in which engines had something to do, on average. `--unlimited`: the client sends the router all that it has, as if engines had no
-queues (transports/engine/window.py). The last line is one JSON object.
+requests per second on average, of random length, in the order in which they come, and says that at most 24 run and the
+others wait. The client always has 288 requests open. Every stage an engine joins, until there are four, and then one
+leaves, until there is one. The figure is the part of the last 60 % of each stage in which engines had something to do,
+on average. `--unlimited`: the client sends the router all that it has, whatever queues engines have
+(transports/engine/window.py). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         window.INTERVAL_S, dispatch.FIRST = 1e9, 1e9
     shares: dict[str, list[float]] = {}
     sent: list[float] = []
+    leaving: list[asyncio.Task[None]] = []
     try:
         client = EngineClient([f"http://127.0.0.1:{port}"], [urls[0]], timeout_s=600, liveness_interval_s=0.5)
         async with client:
@@ -113,7 +115,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
                 if 0 < stage < MOST:
                     await client.add_engine(urls[stage])
                 elif stage:
-                    asyncio.create_task(leave(client, urls[number]))
+                    leaving.append(asyncio.create_task(leave(client, urls[number])))
                 await asyncio.sleep(0.4 * args.stage)
                 before, at = sum(engine.busy_s for engine in engines), time.monotonic()
                 await asyncio.sleep(0.6 * args.stage)
@@ -121,9 +123,9 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
                 shares.setdefault(str(number), []).append(round(busy / number, 3))
                 sent.append(sum(engine.open for engine in engines))
                 print(number, shares[str(number)][-1], [engine.open for engine in engines], flush=True)
-            for task in (*players, watching):
+            for task in (*players, *leaving, watching):
                 task.cancel()
-            await asyncio.gather(*players, watching, return_exceptions=True)
+            await asyncio.gather(*players, *leaving, watching, return_exceptions=True)
     finally:
         router.terminate()
         router.wait()

@@ -2,10 +2,10 @@
 
     begin -> is_here (asked again and again) -> check -> take
 
-Weights in files and in shared memory, and those that come to a CPU, have arrived when their receiver is there, and need no
-memory that they would not need without this. Weights that travel to a GPU while they are read (`has_arrived` is False)
-are copied to the memory of the host, if it has room for them; on a GPU that also computes its steps with other ranks no
-thread may broadcast beside them, because two NCCL communicators at once may wait for each other for ever.
+Weights in files and in shared memory, and those that come to a CPU, have arrived when their receiver is there, and need
+no memory that they would not need without this. Weights that travel to a GPU while they are read (`has_arrived` is
+False) are copied to the memory of the host, if it has room for them; on a GPU that also computes its steps with other
+ranks no thread may broadcast beside them, because two NCCL communicators at once may wait for each other for ever.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Weight updates that vLLM's server runs by itself: its workers receive while they decode, and stop for the copy alone.
 
     RECEIVING    a thread of each worker receives and verifies; steps go on     -> STOPPED; SERVING if that fails
-    STOPPED      the scheduler is paused, requests keep their caches            -> LOADING; SERVING if bytes have changed
+    STOPPED      the scheduler is paused, requests keep their caches            -> LOADING; SERVING if bytes changed
     LOADING      workers load                                                   -> SERVING; stays paused if that fails
 
-A call of UPDATE_WEIGHTS alone is such an update. Between START_UPDATE and FINISH_UPDATE the caller has paused the engine,
-and the same call is vLLM's own: workers receive and load while nothing else runs. Engines whose ranks on several nodes
-compute each step together get all five calls, because every node has a server, and all have to stop before one loads;
-so do engines that sleep, which have nothing to decode meanwhile.
+A call of UPDATE_WEIGHTS alone is such an update. Between START_UPDATE and FINISH_UPDATE the caller has paused the
+engine, and the same call is vLLM's own: workers receive and load while nothing else runs. Engines whose ranks on
+several nodes compute each step together get all five calls, because every node has a server, and all have to stop
+before one loads; so do engines that sleep, which have nothing to decode meanwhile.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
     def _check_kind(self, info: AdapterInfo | None) -> None:
         """Raises: ConfigError for what this engine does not load.
 
-        One that computes the policy's adapter loads nothing else; others have named adapters from /v1/load_lora_adapter.
+        One that computes the policy's adapter loads nothing else; named adapters come by /v1/load_lora_adapter.
         """
         if policy.manager is not None and (info is None or info.name is not None):
             raise ConfigError(

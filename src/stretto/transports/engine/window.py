@@ -1,12 +1,12 @@
 """How many requests are at a router at a time: as many as keep its engines busy; the others wait here.
 
-A router passes on whatever it gets, and most of its policies look at no queues (consistent_hash, round_robin, random). A
-request that waits at an engine stays there, whoever joins: the new engine gets its share of new requests alone, which is
-what it samples, so that its own queue never fills, while the queues of the others stay as long as they were. A request
-that waits here goes to whatever engine has room.
+A router passes on whatever it gets, and most of its policies look at no queues (consistent_hash, round_robin,
+random). A request that waits at an engine stays there, whoever joins: the new engine gets its share of new requests
+alone, which is what it samples, so that its own queue never fills, while those of the others stay as long as they were.
+A request that waits here goes to whatever engine has room.
 
-So every second the engines are asked how many requests they run and have waiting. If requests wait at all of them, fewer
-are sent; if none waits at one, more. A limit that a full engine has set (gate.py) is corrected likewise: what one
+So every second the engines are asked how many requests they run and have waiting. If requests wait at all of them,
+fewer are sent; if none waits at one, more. A limit that a full engine has set (gate.py) is corrected likewise: what one
 engine rejects, others may have room for.
 """
 
