@@ -54,7 +54,15 @@ class Updates:
         self._note(info["manifest"])
 
     def _note(self, manifest: Mapping[str, Any]) -> None:
+        """A version has been loaded: salt requests anew, and say once what it does not change."""
         probe = " of a probe" if manifest.get("is_probe") else ""
+        drafts = self._client.vllm_config.speculative_config
+        if self.salt is None and drafts is not None and drafts.use_eagle():
+            logger.info(
+                "the layers that draft (%s) keep the weights with which this engine was started: no trainer has them. "
+                "Where they share the model's embedding and output head, these follow",
+                drafts.method,
+            )
         self.salt = f"weights{probe}, version {manifest['version']}, {manifest['checksum']:#010x}"
 
     async def load(self, info: dict[str, Any], order: UpdateOrder) -> None:

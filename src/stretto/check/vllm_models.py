@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import Family
 from stretto.data.model_file import ModelFile
+from stretto.data.weight_files import read_weight_files
 from stretto.families.table import family_of, traits_of
 from stretto.families.traits import Traits
 
@@ -96,7 +97,8 @@ class ServedModel:
     def check_prediction_layers(self) -> None:
         """Check that the model has layers for further tokens, with which `mtp` drafts.
 
-        Raises: ConfigError for a model of stretto's families whose config.json has none; others are vLLM's to judge.
+        Raises: ConfigError for a model of stretto's families whose config.json or files have none; others are vLLM's
+        to judge.
         """
         counts = [n for key, n in self.config.items() if re.fullmatch(r"num_nextn_.*|(num_)?mtp_.*", key)]
         if self.family in get_args(Family) and not any(counts):
@@ -104,6 +106,24 @@ class ServedModel:
                 f'inference.speculation.method = "mtp": {self.directory / "config.json"} has no layers for further '
                 'tokens (num_nextn_predict_layers); use method = "suffix", which needs none'
             )
+        if self.family in get_args(Family) and self._lacks_prediction_weights():
+            raise ConfigError(
+                f'inference.speculation.method = "mtp": the files in {self.directory} have no weights of the layers '
+                "for further tokens that its config.json names, as what a run exports has none; start engines from the "
+                'model that the run began with ([inference.model] name), or use "suffix", which needs none'
+            )
+
+    def _lacks_prediction_weights(self) -> bool:
+        """Whether files of weights are here, and none of the layers after the last block or of `mtp` is in them."""
+        try:
+            files = read_weight_files(self.directory)
+        except DataError:  # absent or damaged: reported where they are read
+            return False
+        names = [name for file in files.values() for name in file.tensors]
+        num_layers = self.config.get("num_hidden_layers", 0)
+        numbers = (re.match(r"(?:.*\.)?layers\.(\d+)\.", name) for name in names)
+        is_further = any(number is not None and int(number[1]) >= num_layers for number in numbers)
+        return not is_further and not any(re.match(r"(?:.*\.)?mtp\.", name) for name in names)
 
     def _check_vision(self) -> None:
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}

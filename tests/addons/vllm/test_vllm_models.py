@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from stretto.base.errors import ConfigError
 from stretto.check.models import check_served, needs_vllm
@@ -60,6 +62,18 @@ def test_drafts_by_layers_that_the_model_lacks_are_refused(tmp_path):
             check_served(section, save(tmp_path, **lacks), is_cpu=False)
     for model_type, key in (("glm4_moe", "num_nextn_predict_layers"), ("qwen3_5_text", "mtp_num_hidden_layers")):
         check_served(section, save(tmp_path, model_type=model_type, **{key: 1}), is_cpu=False)
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.eh_proj.weight", "mtp.fc.weight"])
+def test_drafts_by_layers_whose_weights_are_not_in_the_files_are_refused(tmp_path, name):
+    section = InferenceSection(engine="vllm", speculation={"method": "mtp"})
+    served = save(tmp_path, model_type="glm4_moe", num_nextn_predict_layers=1)
+    exported = {"model.layers.0.mlp.gate.weight": torch.zeros(2), "lm_head.weight": torch.zeros(2)}
+    save_file(exported, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"no weights of the layers for further tokens.*suffix"):
+        check_served(section, served, is_cpu=False)
+    save_file(exported | {name: torch.zeros(2)}, tmp_path / "model.safetensors")
+    check_served(section, served, is_cpu=False)
 
 
 def test_auto_means_vllm_for_families_that_the_embedded_engine_lacks(tmp_path):

@@ -35,6 +35,7 @@ class Engine:
     def __init__(self, **answers: Any) -> None:
         self.answers, self.asked, self.version = answers, [], "default"
         self.engine_core = self
+        self.vllm_config = SimpleNamespace(speculative_config=None)
 
     async def call_utility_all_async(self, _: str, method: str, timeout_s: None, args: Any, kwargs: None) -> list[Any]:
         self.asked.append(method.removeprefix("stretto_"))
@@ -102,6 +103,16 @@ async def test_a_worker_without_room_receives_while_the_engine_stands_still(capl
     assert [record.message for record in caplog.records if "no room" in record.message] == [
         "weights are received while the engine stands still: no room"
     ]
+
+
+async def test_layers_that_draft_and_stay_as_they_are_are_noted_once(caplog):
+    caplog.set_level("INFO")
+    engine = Engine()
+    engine.vllm_config.speculative_config = SimpleNamespace(method="mtp", use_eagle=lambda: True)
+    updates = Updates(engine)
+    await updates.load_paused(INFO)
+    await updates.load(INFO, UpdateOrder())
+    assert sum("layers that draft (mtp) keep" in record.message for record in caplog.records) == 1
 
 
 async def test_an_engine_that_its_caller_has_paused_stays_paused():
