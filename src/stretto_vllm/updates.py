@@ -22,7 +22,8 @@ from typing import Any
 from stretto.base.errors import EngineError, WireError
 from stretto.inference.update_order import UpdateOrder, UpdateState
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.stretto")
+"""Beside vLLM's own lines: its server writes no others."""
 
 POLL_S = 0.005
 MAX_POLL_S = 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -94,25 +95,32 @@ async def test_what_was_loaded_in_part_stays_paused_and_cannot_be_resumed():
     assert engine.asked[-1] == "load" and order.state is UpdateState.STARTED
 
 
-async def test_a_worker_without_room_receives_while_the_engine_stands_still(caplog):
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    """What is logged; vLLM's loggers pass nothing on once it has been imported."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level("INFO", "vllm.stretto")
+    return caplog
+
+
+async def test_a_worker_without_room_receives_while_the_engine_stands_still(lines):
     engine, order = Engine(receive=[None, "no room", None, None]), UpdateOrder()
     updates = Updates(engine)
     for _ in range(2):
         await updates.load(INFO, order)
     assert engine.asked == 2 * ["receive", "check_arrival", *LOADS]
-    assert [record.message for record in caplog.records if "no room" in record.message] == [
+    assert [record.message for record in lines.records if "no room" in record.message] == [
         "weights are received while the engine stands still: no room"
     ]
 
 
-async def test_layers_that_draft_and_stay_as_they_are_are_noted_once(caplog):
-    caplog.set_level("INFO")
+async def test_layers_that_draft_and_stay_as_they_are_are_noted_once(lines):
     engine = Engine()
     engine.vllm_config.speculative_config = SimpleNamespace(method="mtp", use_eagle=lambda: True)
     updates = Updates(engine)
     await updates.load_paused(INFO)
     await updates.load(INFO, UpdateOrder())
-    assert sum("layers that draft (mtp) keep" in record.message for record in caplog.records) == 1
+    assert sum("layers that draft (mtp) keep" in record.message for record in lines.records) == 1
 
 
 async def test_an_engine_that_its_caller_has_paused_stays_paused():
