@@ -47,7 +47,7 @@ class Updates:
         self.is_receiving = False
         """Whether workers answer although an update runs."""
         self.salt: str | None = None
-        """Of the weights that are loaded: vLLM keeps what it has cached of others, because requests run on with it."""
+        """It names the weights that are loaded. vLLM keeps what it has cached of others: requests run on with it."""
 
     async def load_paused(self, info: dict[str, Any]) -> None:
         """Load a version between START_UPDATE and FINISH_UPDATE."""
