@@ -7,7 +7,7 @@ requests per second on average, of random length, in the order in which they com
 others wait. The client always has 288 requests open. Every stage an engine joins, until there are four, and then one
 leaves, until there is one. The figure is the part of the last 60 % of each stage in which engines had something to do,
 on average. `--unlimited`: the client sends the router all that it has, whatever queues engines have
-(transports/engine/window.py). The last line is one JSON object.
+(transports/engine/gate.py). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from ports import free_port
 
 from stretto.config.sections.engines import ADMITTED
 from stretto.records.generate import GenerateRequest, SamplingParams
-from stretto.transports.engine import api, dispatch, window
+from stretto.transports.engine import api, dispatch
+from stretto.transports.engine import gate as window
 from stretto.transports.engine.client import EngineClient
 
 RUNNING, OPEN, MOST = 24, 288, 4

@@ -22,7 +22,7 @@ from stretto.base.errors import EngineError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.records.partial import ABORTED, continued_request, merge_completions, needs_whole_reply
 from stretto.records.weight_manifest import CanaryImage, WeightGroup, WeightManifest
-from stretto.transports.engine import api, http, proof, updates, window
+from stretto.transports.engine import api, gate, http, proof, updates
 from stretto.transports.engine.completions import decode_completions
 from stretto.transports.engine.dispatch import FULL_S, Dispatch
 from stretto.transports.engine.fleet import EngineState, Fleet
@@ -486,8 +486,8 @@ class EngineClient:
         for own in (await self.metrics_by_engine()).values():
             for name, value in own.items():
                 total[name] = total.get(name, 0.0) + value
-        if self._is_routed and window.WAITING in total:
-            total[window.WAITING] += self._dispatch.num_held
+        if self._is_routed and gate.WAITING in total:
+            total[gate.WAITING] += self._dispatch.num_held
         return total
 
     async def metrics_by_engine(self) -> dict[str, dict[str, float]]:

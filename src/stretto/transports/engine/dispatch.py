@@ -21,8 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from stretto.base.errors import EngineError
 from stretto.transports.engine import api, http
 from stretto.transports.engine.fleet import Fleet
-from stretto.transports.engine.gate import RequestGate
-from stretto.transports.engine.window import FIRST, Queue, keep_busy, limit_of
+from stretto.transports.engine.gate import FIRST, Queue, RequestGate, keep_busy, limit_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class Dispatch:
         return sum(gate.num_waiting for gate in self._gates.values())
 
     async def keep_busy(self, readings: Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]]) -> None:
-        """Send routers as many requests as keep their engines busy, from now on; readings: those of window.py.
+        """Send routers as many requests as keep their engines busy, from now on; readings: those of gate.py.
 
         Every router has all engines.
         """

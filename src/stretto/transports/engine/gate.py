@@ -1,10 +1,36 @@
-"""Limits concurrent requests to one engine; the limit is learnt from requests that it rejects (HTTP 429)."""
+"""Limits on requests: to one engine, learnt from those that it rejects (HTTP 429), and to the engines behind a router.
+
+A router passes on whatever it gets, and most of its policies look at no queues (consistent_hash, round_robin,
+random). A request that waits at an engine stays there, whoever joins: the new engine gets its share of new requests
+alone, which is what it samples, so that its own queue never fills, while those of the others stay as long as they were.
+A request that waits here goes to whatever engine has room.
+
+So every second the engines are asked how many requests they run and have waiting. If requests wait at all of them,
+fewer are sent; if none waits at one, more. A limit that a full engine has set is corrected likewise: what one
+engine rejects, others may have room for.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from stretto.base.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+"""Between two readings, of ten engines at most; longer for more."""
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+MARGIN = 4
+"""An engine may have this part of what it runs waiting, so that it is busy until the next reading."""
+LEAST_MARGIN = 2.0
+FIRST = 32
+"""Requests per engine before the first reading."""
 
 
 class RequestGate:
@@ -73,3 +99,56 @@ class RequestGate:
             if not turn.done():
                 self.num_running += 1
                 turn.set_result(None)
+
+
+class Queue(NamedTuple):
+    """The requests of one engine."""
+
+    running: float
+    waiting: float
+
+    @property
+    def margin(self) -> float:
+        return max(LEAST_MARGIN, self.running / MARGIN)
+
+
+def limit_of(limit: float, num_sent: int, queues: Sequence[Queue]) -> float:
+    """The requests that may be at the router, after a reading of all its engines.
+
+    limit: until now. num_sent: that are there now. Routers divide requests about evenly, so what the least busy engine
+    lacks or has too much counts for each.
+    """
+    if not queues:
+        return limit
+    num, most = len(queues), max(queue.running for queue in queues)
+    surplus = min(queue.waiting - queue.margin for queue in queues)
+    if surplus > 0:  # half of it: replies that end meanwhile take the rest
+        return max(min(limit, num_sent - num * surplus / 2), num * most)
+    idle = [queue for queue in queues if not queue.waiting]
+    if not idle:
+        return limit
+    # Without a queue nobody knows how many it could run: as many as others do, or twice as many as now.
+    lack = max(max(most - queue.running, queue.running) + queue.margin for queue in idle)
+    return max(limit, min(limit, num_sent) + num * lack)
+
+
+async def keep_busy(
+    readings: Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]], apply: Callable[[Sequence[Queue]], None],
+    num_engines: int,
+) -> None:  # fmt: skip
+    """Read the engines' queues and pass them on at intervals; runs for ever, or until an engine has no such metrics.
+
+    readings: metrics of every engine that is up, by its address; raises EngineError if one does not answer.
+    """
+    while True:
+        await asyncio.sleep(INTERVAL_S * max(1.0, num_engines / 10))
+        try:
+            found = await readings()
+        except EngineError as error:  # the fleet finds out whether it is down
+            logger.debug("no queues of engines: %s", error)
+            continue
+        num_engines = len(found)
+        if not all(RUNNING in own and WAITING in own for own in found.values()):
+            logger.info("an engine does not tell its queue: requests go to the router as they come")
+            return
+        apply([Queue(own[RUNNING], own[WAITING]) for own in found.values()])

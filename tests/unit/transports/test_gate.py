@@ -8,10 +8,10 @@ from collections import deque
 import pytest
 
 from stretto.base.errors import EngineError
-from stretto.transports.engine import window
+from stretto.transports.engine import gate
 from stretto.transports.engine.dispatch import Dispatch
 from stretto.transports.engine.fleet import Fleet
-from stretto.transports.engine.window import Queue, limit_of
+from stretto.transports.engine.gate import Queue, limit_of
 
 SEQUENCES = 24
 
@@ -59,7 +59,7 @@ def in_turn():
 @pytest.mark.parametrize("policy", [in_turn(), lambda engines: engines.index(min(engines))])
 def test_throughput_follows_the_number_of_engines(policy):
     changes = {0: 1, 40: 2, 60: 3, 80: 4, 100: 2, 120: 1}
-    found = rounds(policy, limit=window.FIRST, num_open=288, changes=changes, seconds=140)
+    found = rounds(policy, limit=gate.FIRST, num_open=288, changes=changes, seconds=140)
     for second, number in changes.items():
         for served, _, _ in found[second + 3 : second + 20]:
             assert served == 12 * number
@@ -97,36 +97,36 @@ def routed(num_engines: int = 2) -> Dispatch:
 
 
 async def test_what_one_engine_rejects_limits_the_router_until_the_next_reading(monkeypatch):
-    monkeypatch.setattr(window, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(gate, "INTERVAL_S", 0.01)
     dispatch = routed()
-    gate = dispatch._gates["http://r"]
+    own = dispatch._gates["http://r"]
     read = asyncio.Event()
 
     async def readings():
         await read.wait()
-        return {"a": {window.RUNNING: 24.0, window.WAITING: 4.0}, "b": {window.RUNNING: 2.0, window.WAITING: 0.0}}
+        return {"a": {gate.RUNNING: 24.0, gate.WAITING: 4.0}, "b": {gate.RUNNING: 2.0, gate.WAITING: 0.0}}
 
     keeping = asyncio.create_task(dispatch.keep_busy(readings))
     await asyncio.sleep(0)
-    assert gate.limit == 2 * window.FIRST
+    assert own.limit == 2 * gate.FIRST
     for _ in range(30):
-        await gate.enter()
-    gate.leave(was_full=True)
-    assert gate.limit == 29
-    waiting = asyncio.create_task(gate.enter())
+        await own.enter()
+    own.leave(was_full=True)
+    assert own.limit == 29
+    waiting = asyncio.create_task(own.enter())
     await asyncio.sleep(0)
     assert dispatch.num_held == 1
     read.set()
     await asyncio.wait_for(waiting, 10)
-    assert gate.limit > 29 and dispatch.num_held == 0
+    assert own.limit > 29 and dispatch.num_held == 0
     keeping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await keeping
-    assert gate.limit == float("inf")
+    assert own.limit == float("inf")
 
 
 async def test_engines_that_do_not_tell_their_queues_get_all_requests(monkeypatch):
-    monkeypatch.setattr(window, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(gate, "INTERVAL_S", 0.0)
     dispatch, answers = routed(), deque([EngineError("down"), {"a": {"vllm:other": 1.0}}])
 
     async def readings():
