@@ -40,6 +40,8 @@ JOB_VAR = "STRETTO_JOB"
 """Set in a scheduler's job, which is recorded in RUN/launch.json since its submission."""
 COMMAND_VAR = "STRETTO_COMMAND"
 """The command line that the user typed, where another one started the run; for messages that say how to continue."""
+WITHOUT_NEXT_VAR = "STRETTO_WITHOUT_NEXT"
+"""Set where another command started the run, and its own result is what counts: the run's end names no commands."""
 CHECKPOINT = re.compile(r"/checkpoints/step_(\d+)$")
 """The end of a checkpoint's path."""
 _LOCK_WAIT_S = 10.0  # the children of a killed launcher have ended by then
@@ -321,6 +323,13 @@ def _has_trained_nothing(run: RunDir, artefacts: list[str]) -> bool:
     is_only_linked = run.checkpoints.is_symlink() and not any(run.checkpoints.glob("step_*"))
     allowed = _UNTRAINED | ({run.checkpoints.name} if is_only_linked else set())
     return _is_run(run) and allowed.issuperset(map(whole_name, artefacts)) and num_steps == 0
+
+
+def has_ended_before_step_1(run: RunDir) -> bool:
+    """Whether the run in this directory ended in order, with a summary, and has trained nothing."""
+    if not run.summary.exists() or not (artefacts := _artefacts(_contents(run.path))):
+        return False
+    return _has_trained_nothing(run, artefacts)
 
 
 def _resume_step(run: RunDir, contents: list[str], step: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Asks the servers that a config names whether they answer: frozen models, teachers, engines that run already, `rm_url`.
+"""Asks servers that a config names whether they answer: frozen models, teachers, engines that run already, `rm_url`.
 
 A dry run shows the answers. All servers are asked at the same time, each for the list of its models, with the key that
 the run would send; one that is slower than ANSWER_TIMEOUT_S counts as not there.

@@ -132,8 +132,8 @@ def _call(function: Callable[..., Any], columns: Sequence[str], prompt: str) -> 
         values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, list | tuple) or len(values) != len(samples):
             raise EnvError(
-                f"reward {where}: it returned {describe_value(values)} for {len(samples)} replies; return a list with a "
-                "number for each"
+                f"reward {where}: it returned {describe_value(values)} for {len(samples)} replies; return a list with "
+                "a number for each"
             )
         return [_number(value, where) for value in values]
 
