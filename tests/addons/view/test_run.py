@@ -112,7 +112,7 @@ def test_show_prints_conversations(path: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert out.count("── g") == 2 and "reward 0.000" in out
     assert rollouts([str(path)]) == 0 and capsys.readouterr().out.count("step 5") == 3
-    with pytest.raises(ConfigError, match=r"Steps 1 to 5; rollouts: \d+ finished"):
+    with pytest.raises(ConfigError, match=r"rollouts: step = 77: .* has steps 1 to 5\."):
         rollouts([str(path), "--step", "77"])
 
 
