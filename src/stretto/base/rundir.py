@@ -7,6 +7,7 @@ A new run may start from a checkpoint of another run (`origin`), which is only r
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -401,7 +402,8 @@ def _check_writable(path: Path) -> None:
 
 def unusable(path: Path, cause: OSError) -> ConfigError:
     """The error about a run directory that cannot be made or written."""
-    return ConfigError(f"cannot use {path} as a run directory: {reason_of(cause, path)}; give another output_dir.")
+    way = "give a shorter run.name" if cause.errno == errno.ENAMETOOLONG else "give another output_dir"
+    return ConfigError(f"cannot use {path} as a run directory: {reason_of(cause, path)}; {way}.")
 
 
 def _lock(run: RunDir, path: Path, *, is_shared: bool = False) -> int:

@@ -86,7 +86,7 @@ def _scaled(number: Decimal, suffix: str, *, is_bytes: bool) -> Decimal | None:
     if match is None or (match[2] and not is_bytes):
         return None
     base = 1024 if match[2] == "ib" else 1000
-    return number * base ** (_POWERS.index(match[1]) + 1)
+    return number * Decimal(base ** (_POWERS.index(match[1]) + 1))
 
 
 def _seconds(text: str) -> Decimal | None:
