@@ -90,10 +90,11 @@ def _teachers(cfg: OrchestratorConfig) -> Iterator[tuple[str, TeacherSection]]:
 
 
 def _engines(key: str, section: ClientSection | TeacherSection) -> Iterator[Server]:
-    is_client = isinstance(section, ClientSection)
-    headers = (headers_of(section) if is_client else {}) | _authorization(os.environ.get(section.api_key_var))
-    model = section.served_model if is_client else section.model
-    model_key = f"{key}.{'served_model' if is_client else 'model'}"
+    headers = _authorization(os.environ.get(section.api_key_var))
+    if isinstance(section, ClientSection):
+        headers, model, model_key = headers_of(section) | headers, section.served_model, f"{key}.served_model"
+    else:
+        model, model_key = section.model, f"{key}.model"
     for url in urls_of(section):
         yield Server(
             f"{key}.base_url",

@@ -115,7 +115,7 @@ def _arithmetic(text: str) -> Decimal | None:
         return _decimal(plain) if plain else None
     left, sign, right = Decimal(match[1]), match[2], Decimal(match[3])
     if sign in ("^", "**"):
-        return left**right if right <= 64 else None
+        return Decimal(int(left) ** int(right)) if right <= 64 else None
     if sign == "/":
         return left / right if right else None
     return left * right
