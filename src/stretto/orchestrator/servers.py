@@ -19,8 +19,6 @@ from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.distill import TaughtAlgo, TeacherSection
 from stretto.config.sections.orchestrator import ClientSection
 from stretto.orchestrator.build import places_of, urls_of
-from stretto.orchestrator.clients import headers_of
-from stretto.orchestrator.models import chat_url, key_of
 
 ANSWER_TIMEOUT_S = 4.0
 MOST_NAMES = 5
@@ -57,6 +55,8 @@ def servers_of(cfg: OrchestratorConfig | EvalConfig, *, has_engine: bool, starte
     found = list(_engines(f"{root}client", cfg.client)) if is_played and not has_engine else []
     for name, place in places_of(cfg).items():
         if name not in started and (urls := urls_of(place)):
+            from stretto.orchestrator.models import chat_url, key_of  # imports aiohttp, as clients.py does
+
             token, key = key_of(name, place), f"models.{name}"
             found.append(
                 Server(
@@ -90,6 +90,9 @@ def _teachers(cfg: OrchestratorConfig) -> Iterator[tuple[str, TeacherSection]]:
 
 
 def _engines(key: str, section: ClientSection | TeacherSection) -> Iterator[Server]:
+    from stretto.orchestrator.clients import headers_of
+    from stretto.orchestrator.models import chat_url
+
     headers = _authorization(os.environ.get(section.api_key_var))
     if isinstance(section, ClientSection):
         headers, model, model_key = headers_of(section) | headers, section.served_model, f"{key}.served_model"
