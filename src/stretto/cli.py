@@ -278,3 +278,7 @@ def _overview() -> str:
         "`--help all` every key; "
         "`--dry-run` checks and shows what would run, `--print-config` prints the configuration; both start nothing."
     )
+
+
+if __name__ == "__main__":  # python -m stretto.cli, which otherwise would do nothing without a word
+    sys.exit(main())

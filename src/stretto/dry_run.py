@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Collection, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +43,11 @@ from stretto.config.sections.monitors import MonitorsSection
 from stretto.config.sections.trainer import TrainerKeys
 from stretto.data.hub_model import find_local, look_up, size
 from stretto.launch.launchers import launcher_of
-from stretto.launch.plan.models import with_model_names
+from stretto.launch.plan.models import started_models, with_model_names
 from stretto.monitors.purse import Purse, Used, used_by_metrics
 from stretto.orchestrator.dry_run import FirstTask, preview, shorter_by_phrases
 from stretto.orchestrator.lengths import Limit, limits_of, smallest
+from stretto.orchestrator.servers import ask, servers_of
 from stretto.orchestrator.state.resume import used_before
 from stretto.orchestrator.state.run_checkpoint import Progress
 
@@ -76,7 +77,8 @@ def rl(cfg: RLConfig) -> str:
     router = check_router(cfg.inference, is_dry_run=True)
     service = _service(cfg)
     plan, directory = plan_only(cfg)
-    tasks, missing, renderer = preview(with_model_names(cfg).orchestrator_config(), limits_of(cfg))
+    player = with_model_names(cfg).orchestrator_config()
+    tasks, missing, renderer = preview(player, limits_of(cfg))
     models = [*_model(cfg.model, missing), *_renderer(renderer), *_other_models(cfg), *_weights(cfg)]
     models += [("engine", text) for text in foreign_engines(cfg)]
     rows = [*models, *_environments(tasks), *_code(checked), *_monitors(cfg.monitors, is_fed_here=cfg.ray is None)]
@@ -84,6 +86,8 @@ def rl(cfg: RLConfig) -> str:
     rows += _backend(cfg.trainer, needs_gpu=cfg.trains_here)
     rows += [("router", f"NOT READY: {router}")] if router else []
     rows += _images(cfg.model) if cfg.inference is None else []
+    started = {name for name, _ in started_models(cfg)} | ({"teacher"} if cfg.teacher_inference is not None else set())
+    rows += _servers(player, has_engine=cfg.inference is not None, started=started)
     changed = changes(cfg.run_dir.config("run"), cfg, plan.config) if cfg.resume and cfg.resume.dir is None else []
     lines = "".join(textwrap.shorten(f"changed: {line}", WIDTH, placeholder=" ...") + "\n" for line in changed)
     written = f"{_run_directory(cfg)}\n{lines}its configs and commands are in {directory / 'configs'} and plan.json"
@@ -129,6 +133,11 @@ def _service(cfg: RLConfig) -> Rows:
     return [("service", f"{cfg.service.url} takes an adapter of rank {lora.rank} for user {user}{state}")]
 
 
+def _servers(cfg: OrchestratorConfig | EvalConfig, *, has_engine: bool, started: Collection[str] = ()) -> Rows:
+    """What the servers answer that the run asks and does not start."""
+    return [("server", text) for text in ask(servers_of(cfg, has_engine=has_engine, started=started))]
+
+
 def _images(model: ModelSection) -> Rows:
     """A reminder for engines that this run does not start, if the policy gets images."""
     if model.vlm is None:
@@ -142,7 +151,7 @@ def orchestrator(cfg: OrchestratorConfig) -> str:
     checked = check_user_code(cfg)
     tasks, missing, renderer = preview(cfg)
     rows = [*_model(cfg.model, missing), *_renderer(renderer), *_environments(tasks), *_code(checked)]
-    rows += [*_monitors(cfg.monitors), *_images(cfg.model)]
+    rows += [*_monitors(cfg.monitors), *_images(cfg.model), *_servers(cfg, has_engine=False)]
     return _screen(rows, _first_tasks(tasks), f"orchestrator  control port {cfg.control.port}", _run_directory(cfg))
 
 
@@ -198,6 +207,7 @@ def evaluate(cfg: EvalConfig) -> str:
     urls = cfg.client.base_url
     served = "an engine of its own, on a free port" if cfg.model else f"engines at {_listed(_urls(urls))}"
     rows = [*model, *unseen, *_renderer(renderer), *_environments(tasks), *_monitors(cfg.monitors)]
+    rows += _servers(cfg, has_engine=cfg.model is not None)
     return _screen(rows, _first_tasks(tasks), f"eval  {served}", _run_directory(cfg))
 
 

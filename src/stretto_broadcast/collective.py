@@ -440,18 +440,21 @@ class HostReceiver(_GroupReceiver):
     def _map(self, sender: int) -> ShmReceiver:
         """The tensors of a sender on this machine."""
         part = self._location.parts[sender]
-        entries = (entry for entry in self.manifest.tensors if entry.shard == sender)
-        return ShmReceiver(
-            WeightManifest(
-                version=self.manifest.version,
-                transport="shm",
-                location=str(part.directory),
-                shards=(str(part.fd),),
-                tensors=tuple(msgspec.structs.replace(entry, shard=0) for entry in entries),
-                checksum=combine_checksums([part.checksum]),
-                checksum_kind=self.manifest.checksum_kind,
-            )
+        own = (msgspec.structs.replace(entry, shard=0) for entry in self.manifest.tensors if entry.shard == sender)
+        mapped = WeightManifest(
+            version=self.manifest.version,
+            transport="shm",
+            location=str(part.directory),
+            shards=(str(part.fd),),
+            tensors=tuple(own),
+            checksum=combine_checksums([part.checksum]),
+            checksum_kind=self.manifest.checksum_kind,
         )
+        try:
+            return ShmReceiver(mapped)
+        except WireError as error:
+            who = f"rank {sender} of the trainer, process {part.pid} of this machine, has ended, with its weights"
+            raise error if part.is_near else WireError(f"{who}; its log says why, --resume continues the run") from None
 
     def _start_receive(self, sender: int, group: HeldGroup) -> list[tuple[torch.Tensor, Any]]:
         """Start to receive all buckets of a sender; returns their bytes, and the works to wait for."""

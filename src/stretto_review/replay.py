@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from stretto.api import state
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.base.rundir import WITHOUT_NEXT_VAR
 from stretto.base.status import harmless
 from stretto.config.load import write_json
 from stretto.config.reading.plain import PlainParser
@@ -88,14 +90,15 @@ def replay(words: Sequence[str]) -> int:
         raise ConfigError(f"{again}: it has trained no step that {here} has")
     found = first_difference(Comparison(first, other, args.tolerance, is_whole=is_whole), steps)
     text = difference_text([vars(each) for each in found], len(steps))
-    print(harmless(text if is_whole else f"{text} of training"))
+    verdict = text if is_whole else f"{text} of training"
+    print(harmless(f"\n{here}, played again as {again}:\n{verdict}"))
     return int(bool(found))
 
 
 def _play(command: Sequence[str], run: RunDir, last: int | None) -> int:
     """Run `rl` to its end, or stop it in order once step `last` is trained; its exit status, 0 if it was stopped."""
     started_at = time.time()
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env=os.environ | {WITHOUT_NEXT_VAR: "1"})
     is_stopped = False
     while process.poll() is None:
         try:

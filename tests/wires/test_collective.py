@@ -535,3 +535,13 @@ def test_the_memory_of_another_process_with_the_same_number_is_not_taken_for_the
     assert part.is_near
     assert not msgspec.structs.replace(part, name="stretto-0").is_near
     assert not msgspec.structs.replace(part, pid=1 << 30).is_near
+
+
+def test_a_trainer_that_has_ended_is_named_and_not_taken_for_one_on_another_host(publisher, is_near):
+    manifest = publisher.publish(1, weights())
+    receiver = collective.HostReceiver(manifest, group("r"), 0, torch.device("cpu"))
+    dead = msgspec.structs.replace(receiver._location.parts[0], pid=1 << 30)
+    receiver._location = msgspec.structs.replace(receiver._location, parts=(dead,))
+    with pytest.raises(WireError, match=r"rank 0 of the trainer, process 1073741824 .* has ended.*--resume") as caught:
+        receiver._map(0)
+    assert "filesystem" not in str(caught.value)

@@ -53,6 +53,10 @@ _ROWS = f"""
 """
 
 
+STATUSES = ("finished", "truncated", "failed", "dropped")
+"""What a rollout may be, for `rollouts`."""
+
+
 class Run:
     """The directory of a run of `rl` or `sft`, which may still be running."""
 
@@ -161,7 +165,15 @@ class Run:
         )
 
     def eval_samples(self, version: int, limit: int | None = None) -> Rows:
-        """One row per rollout of the evaluation of a version, with its text; limit: of the first at most so many."""
+        """One row per rollout of the evaluation of a version, with its text; limit: of the first at most so many.
+
+        Raises: ConfigError for a version that was not evaluated, with those that were.
+        """
+        if not self.dir.eval(version).is_dir():
+            known = sorted(map(_version, self.dir.evals.glob("version_*")))
+            raise ConfigError(
+                f"eval_samples: version = {version!r:.60}: {self.dir} has {_listed('evaluated versions', known)}."
+            )
         files = sorted(self.dir.eval(version).glob("*.jsonl"))
         return Rows(islice((row for file in files for row in _rows_of(file)), limit))
 
@@ -187,7 +199,8 @@ class Run:
         arrays over both. Where a rollout has several branches these are of the first, and `branches` has all. They are
         None where the tokens are no longer kept.
 
-        Raises: ConfigError for a run without rollouts or arguments that exclude each other.
+        Raises: ConfigError for a run without rollouts, a step, environment or status that it does not have, and
+        arguments that exclude each other.
         """
         for name, number in (("best", best), ("worst", worst), ("limit", limit)):
             if number is not None and (not isinstance(number, SupportsIndex) or int(number) < 1):
@@ -210,6 +223,9 @@ class Run:
                 where, values = where + clause, [*values, value]
         with LedgerReader(self.dir) as ledger:
             self._check_env(ledger, env)
+            self._check_step(ledger, step)
+            if status is not None and status not in STATUSES:
+                raise ConfigError(f"rollouts: status = {status!r:.60}; give one of {', '.join(STATUSES)}.")
             rows = ledger.rows(_ROWS + where + _order(best, worst, limit), *values)
             for row in rows:
                 row["turns"] = json.loads(row["turns"] or "[]")
@@ -237,6 +253,13 @@ class Run:
         names = [row["env"] for row in ledger.rows("SELECT DISTINCT env FROM draws ORDER BY env")]
         if env is not None and env not in names:
             raise ConfigError(f"{self.dir}: no environment {env!r} in this run; it has {', '.join(names) or 'none'}.")
+
+    def _check_step(self, ledger: LedgerReader, step: int | None) -> None:
+        if step is None:
+            return
+        known = [row["step"] for row in ledger.rows("SELECT step FROM batches WHERE state != 'undone' ORDER BY step")]
+        if step not in known:
+            raise ConfigError(f"rollouts: step = {step!r:.60}: {self.dir} has {_listed('steps', known)}.")
 
     def _tokens(self, branches: Sequence[Branch]) -> dict[str, Any]:
         if not branches:
@@ -390,3 +413,13 @@ def _version(directory: Path) -> int:
 
 def _as_numbers(token_ids: np.ndarray) -> str:
     return " ".join(map(str, token_ids))
+
+
+def _listed(what: str, numbers: Sequence[int]) -> str:
+    """Numbers for a message: `steps 1 to 20`, `steps 1, 5, 9`, `no steps`."""
+    if not numbers:
+        return f"no {what}"
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{what} {numbers[0]} to {numbers[-1]}"
+    shown = ", ".join(map(str, numbers[:20]))
+    return f"{what} {shown}" + (f", ... {numbers[-1]}" if len(numbers) > 20 else "")

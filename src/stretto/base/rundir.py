@@ -7,6 +7,7 @@ A new run may start from a checkpoint of another run (`origin`), which is only r
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -40,6 +41,8 @@ JOB_VAR = "STRETTO_JOB"
 """Set in a scheduler's job, which is recorded in RUN/launch.json since its submission."""
 COMMAND_VAR = "STRETTO_COMMAND"
 """The command line that the user typed, where another one started the run; for messages that say how to continue."""
+WITHOUT_NEXT_VAR = "STRETTO_WITHOUT_NEXT"
+"""Set where another command started the run, and its own result is what counts: the run's end names no commands."""
 CHECKPOINT = re.compile(r"/checkpoints/step_(\d+)$")
 """The end of a checkpoint's path."""
 _LOCK_WAIT_S = 10.0  # the children of a killed launcher have ended by then
@@ -323,6 +326,13 @@ def _has_trained_nothing(run: RunDir, artefacts: list[str]) -> bool:
     return _is_run(run) and allowed.issuperset(map(whole_name, artefacts)) and num_steps == 0
 
 
+def has_ended_before_step_1(run: RunDir) -> bool:
+    """Whether the run in this directory ended in order, with a summary, and has trained nothing."""
+    if not run.summary.exists() or not (artefacts := _artefacts(_contents(run.path))):
+        return False
+    return _has_trained_nothing(run, artefacts)
+
+
 def _resume_step(run: RunDir, contents: list[str], step: int | None) -> int:
     if not _artefacts(contents):
         others = _runs_in(run.path.parent) if run.path.parent.is_dir() else []
@@ -392,7 +402,8 @@ def _check_writable(path: Path) -> None:
 
 def unusable(path: Path, cause: OSError) -> ConfigError:
     """The error about a run directory that cannot be made or written."""
-    return ConfigError(f"cannot use {path} as a run directory: {reason_of(cause, path)}; give another output_dir.")
+    way = "give a shorter run.name" if cause.errno == errno.ENAMETOOLONG else "give another output_dir"
+    return ConfigError(f"cannot use {path} as a run directory: {reason_of(cause, path)}; {way}.")
 
 
 def _lock(run: RunDir, path: Path, *, is_shared: bool = False) -> int:

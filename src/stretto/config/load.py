@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stretto.base import rundir
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
 from stretto.base.status import is_supervised
@@ -80,8 +81,8 @@ def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, An
     root = draft.build_root()
     if not isinstance(root, cls):
         raise ConfigError(draft.report(verb))
-    if not any("resume" in str(part) for flag in flags for part in flag.path):
-        root = _resumed_if_begun(root, draft)
+    is_typed = any("resume" in str(part) for flag in flags for part in flag.path)
+    root = _resumed_if_begun(root, draft, is_typed=is_typed)
     if values is not None:
         return root
     for note in draft.notes.values():
@@ -91,14 +92,20 @@ def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, An
     return root
 
 
-def _resumed_if_begun(root: Any, draft: Draft) -> Any:
+def _resumed_if_begun(root: Any, draft: Draft, *, is_typed: bool) -> Any:
     """A root whose `[resume]` is from a file: with the latest checkpoint if there is one, else it begins anew.
 
-    So the same file starts a run and continues it. A flag, a step or a directory names what must exist.
+    So the same file starts a run and continues it. A flag (is_typed), a step or a directory names what must exist; only
+    a run that ended in order before its first step, such as at a bound of its budget, begins anew in any case.
     """
     if draft.is_resolved or not isinstance(root, RunRoot) or root.resume is None:
         return root
-    if root.resume != ResumeSection() or root.run_dir.complete_checkpoints():
+    is_plain = root.resume.step is None and root.resume.dir is None
+    if is_plain and rundir.has_ended_before_step_1(root.run_dir):
+        why = "ended before its first step, so there is nothing to continue"
+        draft.notes["resume"] = f"--resume: {root.run_path} {why}: it begins anew, and its budget too"
+        return root.model_copy(update={"resume": None})
+    if is_typed or root.resume != ResumeSection() or root.run_dir.complete_checkpoints():
         return root
     found = draft.placed(f"[resume]: {root.run_path} has no complete checkpoint yet: begins anew", ("resume",))
     draft.notes["resume"] = found

@@ -25,7 +25,7 @@ def checked_number(value: Any, where: str, what: str) -> float:
     place = f"{where}: " if where else ""
     problem = f"{place}{what} is {describe_value(value)}, not a finite number"
     if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", None) or not hasattr(value, "__float__"):
-        raise EnvError(f"{problem}; return a float")
+        raise EnvError(f"{problem}; {_way_to_number(value)}")
     try:
         number = float(value)
     except Exception as cause:  # whatever a foreign __float__ raises
@@ -33,6 +33,17 @@ def checked_number(value: Any, where: str, what: str) -> float:
     if not math.isfinite(number):
         raise EnvError(f"{problem}; look for a division by zero or an overflow")
     return number
+
+
+def _way_to_number(value: Any) -> str:
+    """What to return instead of a value that is no number."""
+    if value is None:
+        return "return a float on every path, also where the function ends without `return`"
+    if isinstance(value, str):
+        return "return a float, such as float(...) of the text"
+    if getattr(value, "ndim", None) or isinstance(value, list | tuple | Mapping | set):
+        return "return one float, such as their mean"
+    return "return a float"
 
 
 def describe_value(value: Any) -> str:

@@ -153,9 +153,9 @@ class Dataset:
         samples = [sample for of_member in notes for sample in of_member]
         if any(sample.reward is None for sample in samples):
             returned = await self._reward.call(self.args, samples)
-            for sample, reward in zip(samples, listed_rewards(returned, len(samples), self._reward.where)):
+            for sample, reward in zip(samples, listed_rewards(returned, len(samples), self._reward.place)):
                 sample.reward = reward if sample.reward is None else sample.reward
-        where = self._reward.where
+        where = self._reward.place
         return [
             _result([s.get_reward_value(self.args, where) for s in of_member], [self._entries(s) for s in of_member])
             for of_member in notes
@@ -235,7 +235,7 @@ class Dataset:
     async def _reward_of(self, sample: Sample) -> float:
         if sample.reward is None:
             sample.reward = await self._compute_reward(sample)
-        return sample.get_reward_value(self.args, "" if self._reward is None else self._reward.where)
+        return sample.get_reward_value(self.args, "" if self._reward is None else self._reward.place)
 
     async def _compute_reward(self, sample: Sample) -> Any:
         if sample.custom_rm_path is not None:

@@ -97,7 +97,10 @@ class Sample:
         if isinstance(value, dict):
             key = getattr(args, "reward_key", None)
             if key is None or key not in value:
-                raise EnvError(f"the reward has the keys {sorted(value)}; name one of them as reward_key")
+                keys = ", ".join(map(repr, value)) or "no keys"
+                asked = "" if key is None else f", and not reward_key = {key!r}"
+                prefix = f"{where}: " if where else ""
+                raise EnvError(f"{prefix}the reward is a dictionary with {keys}{asked}; name one of them as reward_key")
             value = value[key]
         return checked_number(value, where, "the reward")
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from stretto.base import ports
 from stretto.cli import main
@@ -156,6 +157,7 @@ def test_what_the_documents_refuse_too_is_one_message(
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_is_a_plan(line: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = line.replace("8001", str(free_port()))  # a port that is given must be free
     assert main([*line.split(), "--dry-run"]) == 0, capsys.readouterr().err
     assert "nothing was started" in capsys.readouterr().out
 

@@ -59,6 +59,10 @@ def test_the_best_and_the_worst_are_found_over_all_steps(path: Path) -> None:
     assert len(run.rollouts(limit=5)) == 5 and run.rollouts(status="failed") == []
     with pytest.raises(ConfigError, match=r"no environment 'ecco' .*echo"):
         run.rollouts(env="ecco")
+    with pytest.raises(ConfigError, match=r"rollouts: step = 99: .* has steps 1 to 5\.$"):
+        run.rollouts(step=99)
+    with pytest.raises(ConfigError, match=r"status = 'finsihed'; give one of finished, truncated, failed, dropped"):
+        run.rollouts(status="finsihed")
     with pytest.raises(ConfigError, match="exclude each other"):
         run.rollouts(best=1, worst=1)
     for name, number in (("best", 0), ("worst", "a"), ("limit", -1)):
@@ -71,6 +75,8 @@ def test_evals_are_a_row_per_version_and_way_of_sampling(path: Path) -> None:
     assert [(row["version"], row["mode"]) for row in run.evals()] == [
         (version, mode) for version in (0, 2, 4, 5) for mode in ("sampled", "greedy")
     ]
+    with pytest.raises(ConfigError, match=r"version = 3: .* has evaluated versions 0, 2, 4, 5\.$"):
+        run.eval_samples(3)
     samples = run.eval_samples(2)
     assert {row["version"] for row in samples} == {2} and all(row["branches"] for row in samples)
 
@@ -106,7 +112,7 @@ def test_show_prints_conversations(path: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert out.count("── g") == 2 and "reward 0.000" in out
     assert rollouts([str(path)]) == 0 and capsys.readouterr().out.count("step 5") == 3
-    with pytest.raises(ConfigError, match=r"Steps 1 to 5; rollouts: \d+ finished"):
+    with pytest.raises(ConfigError, match=r"rollouts: step = 77: .* has steps 1 to 5\."):
         rollouts([str(path), "--step", "77"])
 
 

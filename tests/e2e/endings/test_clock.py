@@ -108,6 +108,7 @@ def test_replay_plays_a_run_again_and_says_where_it_differs(model: Path, tmp_pat
     run = play(tmp_path / "first", delayed(model, 1)).run
     code, output = wait(start("replay", [str(run), "--steps", "2"], tmp_path))
     assert code == 0 and "NO DIFFERENCE in 2 steps" in output, output
+    assert output.rstrip().endswith("NO DIFFERENCE in 2 steps") and "next:" not in output, "the verdict is last"
     code, output = wait(start("replay", [str(run), "--from", "3", "--name", "late"], tmp_path))
     assert code == 0 and "NO DIFFERENCE in 5 steps" in output, output
     config = json.loads(run.config("run").read_text())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from stretto.api.given.rewards import check, is_for_group, rewards_of
 from stretto.base.errors import EnvError
@@ -77,13 +79,26 @@ def test_a_prompt_of_messages_has_replies_of_messages() -> None:
     [
         (lambda completions, **_: 1.0, "returned 1.0 for 2 replies; return a list with a number for each"),
         (lambda completions, **_: [1.0], "for 2 replies"),
-        (lambda completions, **_: ["high", 1], "returned 'high'; return a number"),
-        (nothing, "returned None for a reply"),
+        (lambda completions, **_: ["high", 1], "is 'high', not a finite number; return a float, such as float"),
+        (nothing, r"reward nothing, .*returned None for a reply; return a float on every path"),
+        (lambda completions, **_: ["0.5"] * 2, r"reward .*<lambda>, .*\.py:\d+: .* is '0.5', not a finite number"),
+        (lambda completions, **_: [float("nan")] * 2, r"<lambda>.* is nan, .*division by zero"),
+        (lambda completions, **_: [[1.0], [0.0]], r"<lambda>.* is list \[1.0\], .*return one float"),
+        (lambda completions, **_: [torch.zeros(2)] * 2, r"is Tensor tensor\(\[0., 0.\]\), .*return one float"),
     ],
 )
 def test_what_is_no_reward_fails_with_what_to_return(function: Any, words: str) -> None:
     with pytest.raises(EnvError, match=words):
         called(summed([function], [1.0]), [sample("a"), sample("b")])
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(True, 1.0), (np.bool_(True), 1.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (torch.tensor(0.25), 0.25)],
+)
+def test_scalars_of_numpy_and_torch_and_truth_values_are_numbers(value: Any, number: float) -> None:
+    assert called(summed([lambda completion: value], [2.0]), sample("a")) == 2.0 * number
+    assert Sample(reward=value).get_reward_value(Arguments()) == number
 
 
 def test_arguments_with_a_default_need_no_column() -> None:

@@ -282,7 +282,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     "true for a number": ("max_steps = true\n" + ENV, ["c.toml:1: max_steps = true", "integer > 0 or None is needed"]),
     "number for true": (
         ENV + "[orchestrator]\nfilter_zero_advantages = 7\n",
-        ["c.toml:4: orchestrator.filter_zero_advantages = 7", "valid boolean"],
+        ["c.toml:4: orchestrator.filter_zero_advantages = 7", "must be true or false"],
     ),
     "number out of range": (
         ENV + "[orchestrator.train.sampling]\ntemperature = 3.5\n",
@@ -648,7 +648,7 @@ def test_one_mistake_is_one_message_with_place_rule_and_way_out(mistake: str, tm
     [
         ("-1", "must be greater than or equal to 0"),
         ("1.5", "must be a valid integer or less than 1"),
-        ("'many'", "integer or number is needed"),
+        ("'many'", "integer or number is needed; it counts in steps, or, below 1, as a share of all steps"),
     ],
 )
 def test_a_key_of_several_types_is_told_by_its_bounds(value: str, rule: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from stretto.base.errors import ConfigError
 from stretto.check.degrees import Degrees, Shape, find_megatron_degrees
 from stretto.check.megatron import MADE, check_refused, check_trainer_python, trainer_python
 from stretto.check.models import check_shape
-from stretto.config.load import build
+from stretto.config.load import build, load
 from stretto.config.root import RLConfig
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.config.sections.trainer import MegatronSection, TrainerKeys
@@ -63,6 +63,23 @@ def test_a_degree_that_does_not_fit_is_told_with_those_that_do(ranks, shape, mod
     assert said in str(caught.value)
 
 
+def test_one_flag_turns_the_table_of_a_file_off_and_says_so(tmp_path, caplog):
+    file = tmp_path / "rl.toml"
+    file.write_text(f"""
+[model]
+name = {json.dumps(str(tmp_path))}
+[trainer.megatron]
+pp = 2
+[[orchestrator.env]]
+id = "sort-letters"
+""")
+    with pytest.raises(ConfigError, match=r'trainer.megatron does nothing .*set backend = "megatron"'):
+        load(RLConfig, ["@", str(file)])
+    cfg = load(RLConfig, ["@", str(file), "--trainer.backend", "fsdp"])
+    assert cfg.trainer.backend == "fsdp" and "[trainer.megatron] is not used with trainer.backend" in caplog.text
+    assert load(RLConfig, ["@", str(file), "--trainer.backend", "megatron"]).trainer.megatron.pp == 2
+
+
 def test_uneven_ends_leave_equal_stages():
     section = {"pp": 4, "first_stage_layers": 2, "last_stage_layers": 4}
     assert degrees(4, **section).pp == 4
@@ -108,7 +125,6 @@ def test_a_worker_has_the_ranks_of_all_stages(tmp_path):
         ({"trainer": {"enable_router_replay": True}}, "only our own modules have it"),
         ({"trainer": {"optim": {"type": "muon"}}}, 'its optimizer is AdamW; use type = "adamw"'),
         ({"colocate": {}}, "memory of Megatron is not put away"),
-        ({"trainer": {"backend": "fsdp", "megatron": {"pp": 2}}}, 'set backend = "megatron"'),
     ],
 )
 def test_what_megatron_does_not_do_is_refused(tmp_path, given, said):

@@ -67,6 +67,23 @@ def test_a_file_that_resumes_starts_a_run_and_continues_it(
     assert load(RLConfig, words).resume == ResumeSection()
 
 
+def test_a_run_that_ended_before_its_first_step_begins_anew_also_with_a_flag(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "rl.toml").write_text(RESUMED)
+    words = ["@", str(tmp_path / "rl.toml"), "--output-dir", str(tmp_path), "--run.name", "r", "--resume"]
+    run = load(RLConfig, words).run_dir
+    run.ledger.parent.mkdir(parents=True)
+    run.ledger.touch()
+    assert load(RLConfig, words).resume == ResumeSection(), "it was killed: nothing is thrown away"
+    run.summary.write_text('{"steps": 0}')
+    assert load(RLConfig, words).resume is None
+    assert "ended before its first step, so there is nothing to continue: it begins anew" in caplog.text
+    run.metrics("trainer").parent.mkdir(parents=True)
+    run.metrics("trainer").write_text('{"step": 1}\n')
+    assert load(RLConfig, words).resume == ResumeSection(), "it has trained a step"
+
+
 @pytest.mark.parametrize(
     ("table", "flags"),
     [("[resume]\n", ["--resume"]), ("", ["--resume"]), ("[resume]\nstep = 3\n", []), ('[resume]\ndir = "other"\n', [])],

@@ -688,7 +688,26 @@ def test_rewards_by_function_may_be_dictionaries_and_know_the_metadata(file, mod
     assert [r.reward for r in group.rollouts] == [2.0 * (len(sampled_text(r.branches[0])) - 1) for r in group.rollouts]
     assert [r.metrics["right"] for r in group.rollouts] == [1.0, 1.0], "other numbers are metrics"
     group, _ = play(dataset(file, **args | {"reward_key": None}), members=1)
-    assert "the reward has the keys ['right', 'score']; name one of them as reward_key" in group.rollouts[0].error
+    assert "the reward is a dictionary with 'right', 'score'; name one of them as reward_key" in group.rollouts[0].error
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("None", "the reward is None, not a finite number; return a float on every path"),
+        ("'1'", "the reward is '1', not a finite number; return a float, such as float(...) of the text"),
+        ("[1.0]", "the reward is list [1.0], not a finite number; return one float"),
+        ("{'a': 1}", "the reward is a dictionary with 'a'; name one of them as reward_key"),
+    ],
+)
+def test_what_is_no_reward_is_told_with_the_function_and_its_line(file, module, returned, message):
+    name = module(f"""
+        def rm(args, sample):
+            return {returned}
+    """)
+    group, _ = play(dataset(file, reward=f"{name}:rm"), members=1)
+    error = group.rollouts[0].error
+    assert message in error and f"reward = '{name}:rm' (rm, " in error and f"{name}.py:2): " in error, error
 
 
 def test_a_reward_function_gets_the_whole_sample(file, module):

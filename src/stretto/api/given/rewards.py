@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.base.foreign import definition_of
-from stretto.data.values import describe_value
+from stretto.data.values import checked_number, describe_value
 from stretto.envs.rewards.weighted import WeightedRewards, check_name
 
 if TYPE_CHECKING:
@@ -91,10 +91,9 @@ def rewards_of(
                     total.append(weight * value)
                     own |= {f"reward_{name}": value} if len(calls) > 1 else {}
         if not all(totals):
-            where = "; ".join(
-                f"{name} ({definition_of(function)})" for name, function in functions.items() if callable(function)
-            )
-            raise EnvError(f"{where} returned None for a reply; return a number, in one of several at least")
+            where = "; ".join(definition_of(function) for function in functions.values() if callable(function))
+            way = ", in one of several at least" if len(functions) > 1 else " on every path"
+            raise EnvError(f"reward {where}: it returned None for a reply; return a float{way}")
         return [{SUM: sum(total)} | own for total, own in zip(totals, values)]
 
     async def reward_of_one(args: Any, sample: Sample) -> dict[str, float]:
@@ -133,8 +132,8 @@ def _call(function: Callable[..., Any], columns: Sequence[str], prompt: str) -> 
         values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, list | tuple) or len(values) != len(samples):
             raise EnvError(
-                f"{where} returned {describe_value(values)} for {len(samples)} replies; return a list with a number "
-                "for each"
+                f"reward {where}: it returned {describe_value(values)} for {len(samples)} replies; return a list with "
+                "a number for each"
             )
         return [_number(value, where) for value in values]
 
@@ -155,12 +154,7 @@ def _row(sample: Sample, columns: Sequence[str], prompt: str) -> dict[str, Any]:
 
 
 def _number(value: Any, where: str) -> float | None:
-    if value is None:
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise EnvError(f"{where} returned {describe_value(value)}; return a number for a reply") from None
+    return None if value is None else checked_number(value, f"reward {where}", "what it returned for a reply")
 
 
 async def _awaited(value: Any) -> Any:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from stretto.base.errors import json_fault
 from stretto.config.lookup import spellings
 from stretto.config.reading.lines import read_file
+from stretto.config.reading.numbers import number_meant
 from stretto.config.reading.words import Assignment, FileArgument
 from stretto.config.root import RLConfig
 from stretto.config.rules import all as rules
@@ -52,6 +53,8 @@ SECOND: dict[KeyPath, tuple[str, KeyPath]] = {
 ROOT_WORDS = ("rl", "sft", "grpo", "train", "training", "config", "stretto", "run_config", "args")
 """Tables in which a user may have put all keys of a run."""
 UNKNOWN, MISSING = "extra_forbidden", ("missing", "union_tag_not_found")
+NO_VALUE = ("none", "null", "off", "no", "never", "inf", "infinity", "unlimited", "")
+"""Texts that mean that a number is not set."""
 TABLE_NEEDED = ("model_type", "model_attributes_type", "dict_type")
 """Errors of pydantic where a table is expected and another value is given."""
 
@@ -388,11 +391,11 @@ class Draft:
         elif key is not None and key.item_sections and kind == "list_type":
             what = f"{name} is a list of tables; write [[{name}]]"
         elif key is not None and len(messages) > 1:
-            what += _rules(value, messages) or f"{key.type_text()} is needed"
+            what += _rules(value, messages) or f"{key.type_text()} is needed{_meant(path, key, value)}"
         else:
             choices = key.choices if key else ()
             others = find(self.cls, path).other_values
-            what += choose(value, choices, others) if choices else messages[0]
+            what += choose(value, choices, others) if choices else f"{messages[0]}{_meant(path, key, value)}"
         is_elsewhere = kind in MISSING and self.is_incomplete
         if not is_elsewhere and not any(_is_below(each, path) for each in self.suspects):
             self.complain(what, place)
@@ -504,6 +507,17 @@ def _rules(value: Any, messages: list[str]) -> str:
     return "must be " + " or ".join(dict.fromkeys(each.removeprefix("must be ") for each in messages))
 
 
+def _meant(path: KeyPath, key: Key | None, value: Any) -> str:
+    """What a text in place of a number means, for the end of a message; "" for other values and keys."""
+    words = key.type_text() if key is not None else ""
+    is_number = words.startswith(("number", "integer"))
+    if key is None or not is_number or not isinstance(value, str):
+        return ""
+    if value.strip().lower() in NO_VALUE and key.is_nullable:
+        return "; for none leave it out, or write None on the command line"
+    return number_meant(str(path[-1]), value, is_whole=words.startswith("integer") and "or number" not in words)
+
+
 def _plain(message: str) -> str:
     """Pydantic's message in words for users of TOML."""
     message = message.removeprefix("Value error, ").removeprefix("Input should be ")
@@ -516,4 +530,5 @@ def _plain(message: str) -> str:
         "is larger than any whole number here; give a smaller one",
         message,
     )
-    return re.sub(r"^(greater|less|a valid|a multiple|finite)", r"must be \1", message)
+    message = re.sub(r"^a valid boolean, unable to interpret input$", "true or false", message)
+    return re.sub(r"^(greater|less|a valid|a multiple|finite|a finite|true or false)", r"must be \1", message)

@@ -8,7 +8,7 @@ from stretto.config.rules.rule import At, Problem, Problems, Rule, below, of_par
 from stretto.config.section import Section
 from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
-from stretto.config.sections.trainer import AdamWOptim, TrainerSection
+from stretto.config.sections.trainer import AdamWOptim, TrainerKeys, TrainerSection
 
 TABLES = tuple(
     room.RULES for room in (run, model, learning, batches, engine, machines, megatron, frozen, slurm, ray, service)
@@ -21,6 +21,7 @@ DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (SFTConfig, run.budget_saves),
     (AdamWOptim, learning.high_rate),
     (RouterSection, engine.stand_in_router),
+    (TrainerKeys, megatron.section_is_off),
 )
 
 

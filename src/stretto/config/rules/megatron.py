@@ -52,9 +52,16 @@ def network(s: TrainerSection, at: At) -> Problems:
 
 
 def section_in_use(s: TrainerKeys, at: At) -> Problems:
-    """Degrees of Megatron do something."""
-    if s.backend != "megatron":
+    """Degrees of Megatron do something, unless another backend is named: then one flag has turned a file's off."""
+    if s.backend != "megatron" and "backend" not in s.model_fields_set:
         yield from idle(at, "megatron", "backend", 'set backend = "megatron"')
+
+
+def section_is_off(s: TrainerKeys, at: At) -> Problems:
+    """A doubt: degrees of Megatron beside another backend that is named."""
+    table, backend = at("megatron"), at("backend")
+    if s.backend != "megatron" and "backend" in s.model_fields_set and s.megatron is not None:
+        yield Problem(table, f"[{table.path}] is not used with {backend}")
 
 
 def devices(c: RLConfig, at: At) -> Problems:

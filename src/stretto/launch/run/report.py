@@ -22,7 +22,7 @@ from typing import Any
 from stretto.base.errors import EngineError, boundary
 from stretto.base.files import read_json
 from stretto.base.paths import RunDir
-from stretto.base.rundir import COMMAND_VAR
+from stretto.base.rundir import COMMAND_VAR, WITHOUT_NEXT_VAR
 from stretto.base.status import duration, quantity
 from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.plan.processes import ProcessSpec
@@ -77,7 +77,9 @@ def ending(plan: LaunchPlan, *, is_complete: bool, stopped_early: bool) -> str:
             logger.warning("%s", error)
             parts.append(f"no picture: {error}")
     parts.append(_locations(plan, stopped_early))
-    if commands := next_commands(plan):
+    if summary and not summary.get("steps") and (reason := summary.get("stopped_because")):
+        parts.append(f"nothing was trained: {reason}, before the first step. There is no checkpoint to continue from")
+    if WITHOUT_NEXT_VAR not in os.environ and (commands := next_commands(plan)):
         parts.append("\n".join(["next:", *(f"  {command}" for command in commands)]))
     return "\n" + "\n\n".join(parts)
 
@@ -136,6 +138,10 @@ def next_commands(plan: LaunchPlan) -> list[str]:
         target = plan.config.max_steps or step
         more = step + max(1, math.ceil(target / 2)) if step >= target else target
         commands.append(f"{resume_command(plan.run)} --max-steps {more}")
+    elif budget is not None:
+        last = f" --max-steps {plan.config.max_steps}" if plan.config.max_steps else ""
+        again = restart_command(plan.run, without=(budget.partition(" ")[0],))
+        commands.append(f"{again} --clean{last} {budget}")
     return commands
 
 
@@ -144,7 +150,10 @@ def _larger_budget(plan: LaunchPlan) -> str | None:
     reason, budget = read_json(plan.run.summary).get("stopped_because") or "", plan.config.budget
     bounds = {} if budget is None else budget.bounds
     ended = [key for key in bounds if str(reason).startswith(f"budget.{key} ")]
-    return larger_bound(ended[0], bounds[ended[0]]) if ended else None
+    if not ended:
+        return None
+    used = (read_json(plan.run.summary).get("used") or {}).get(ended[0].removeprefix("max_")) or 0.0
+    return larger_bound(ended[0], max(bounds[ended[0]], used))
 
 
 def _how_to_continue(plan: LaunchPlan) -> str:

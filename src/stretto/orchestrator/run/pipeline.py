@@ -231,13 +231,14 @@ class GroupPipeline:
         self._failed_in_a_row[env] += 1
         count = self._failed_in_a_row[env]
         cause = group.rollouts[-1].error or "unknown"
-        logger.warning("group %d failed (%d of %s in a row): %s", group.group_id, count, env, cause)
+        named = (group.group_id, group.task.task_id, env)
+        logger.warning("group %d, task %s of %s, failed (%d in a row): %s", *named, count, cause)
         if count >= self.cfg.max_failed_groups:
             kind = error_type_of(cause)
-            remedy = ". Correct that code; the log has the first traceback"
+            remedy = ". Correct that code; the log has the first traceback" if issubclass(kind, EnvError) else ""
             raise kind(
                 f"{count} groups in a row failed (max_failed_groups); the last one, "
-                f"group {group.group_id} of {env}: {cause}{remedy if issubclass(kind, EnvError) else ''}"
+                f"group {group.group_id}, task {group.task.task_id} of {env}: {cause}{remedy}"
             )
 
 

@@ -1,0 +1,172 @@
+"""Asks servers that a config names whether they answer: frozen models, teachers, engines that run already, `rm_url`.
+
+A dry run shows the answers. All servers are asked at the same time, each for the list of its models, with the key that
+the run would send; one that is slower than ANSWER_TIMEOUT_S counts as not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stretto.base.ports import open_url
+from stretto.config.root import EvalConfig, OrchestratorConfig
+from stretto.config.sections.distill import TaughtAlgo, TeacherSection
+from stretto.config.sections.orchestrator import ClientSection
+from stretto.orchestrator.build import places_of, urls_of
+
+ANSWER_TIMEOUT_S = 4.0
+MOST_NAMES = 5
+NOT_READY = "NOT READY: "
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs already, or should."""
+
+    key: str
+    """The key of the config that has its address."""
+    url: str
+    """What is asked for: its list of models, or the address itself if it has none."""
+    model: str | None = None
+    """The model that requests will name; None: the first of its list."""
+    model_key: str | None = None
+    """The key of the config that names the model, if one may."""
+    has_list: bool = True
+    api_key_var: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def servers_of(cfg: OrchestratorConfig | EvalConfig, *, has_engine: bool, started: Collection[str]) -> list[Server]:
+    """The servers that a run asks and does not start.
+
+    has_engine: whether the run starts engines for the policy. started: names of the frozen models that it starts,
+        and `teacher` if it starts that.
+
+    Raises: ConfigError for an environment variable with a key or a header that is not set.
+    """
+    root = "" if isinstance(cfg, EvalConfig) else "orchestrator."
+    is_played = isinstance(cfg, EvalConfig) or cfg.debug != "training"
+    found = list(_engines(f"{root}client", cfg.client)) if is_played and not has_engine else []
+    for name, place in places_of(cfg).items():
+        if name not in started and (urls := urls_of(place)):
+            from stretto.orchestrator.models import chat_url, key_of  # imports aiohttp, as clients.py does
+
+            token, key = key_of(name, place), f"models.{name}"
+            found.append(
+                Server(
+                    f"{key}.base_url",
+                    f"{chat_url(urls[0])}/models",
+                    place.model,
+                    f"{key}.served_model_name",
+                    api_key_var=place.api_key_var,
+                    headers=_authorization(token),
+                )
+            )
+    if isinstance(cfg, OrchestratorConfig):
+        for key, teacher in _teachers(cfg):
+            found += [] if key == "orchestrator.teacher" and "teacher" in started else _engines(key, teacher)
+    envs = cfg.eval.env if isinstance(cfg, EvalConfig) else cfg.env
+    for index, env in enumerate(envs):
+        address = (env.args.get("hook_args") or {}).get("rm_url")
+        if isinstance(address, str):
+            place_of = "eval.env" if isinstance(cfg, EvalConfig) else "orchestrator.env"
+            found.append(Server(f"{place_of}.{index}.args.hook_args.rm_url", address, has_list=False))
+    return list({server.url: server for server in reversed(found)}.values())[::-1]
+
+
+def _teachers(cfg: OrchestratorConfig) -> Iterator[tuple[str, TeacherSection]]:
+    if cfg.teacher is not None:
+        yield "orchestrator.teacher", cfg.teacher
+    algos = {"orchestrator.algo": cfg.algo} | {f"orchestrator.env.{i}.algo": env.algo for i, env in enumerate(cfg.env)}
+    for key, algo in algos.items():
+        if isinstance(algo, TaughtAlgo) and algo.teacher is not None:
+            yield f"{key}.teacher", algo.teacher
+
+
+def _engines(key: str, section: ClientSection | TeacherSection) -> Iterator[Server]:
+    from stretto.orchestrator.clients import headers_of
+    from stretto.orchestrator.models import chat_url
+
+    headers = _authorization(os.environ.get(section.api_key_var))
+    if isinstance(section, ClientSection):
+        headers, model, model_key = headers_of(section) | headers, section.served_model, f"{key}.served_model"
+    else:
+        model, model_key = section.model, f"{key}.model"
+    for url in urls_of(section):
+        yield Server(
+            f"{key}.base_url",
+            f"{chat_url(url)}/models",
+            model,
+            model_key,
+            api_key_var=section.api_key_var,
+            headers=headers,
+        )
+
+
+def _authorization(token: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def ask(servers: Sequence[Server], timeout_s: float = ANSWER_TIMEOUT_S) -> list[str]:
+    """What each server answers, as a sentence; NOT_READY begins that of one with which the run would fail."""
+    answers: list[str | None] = [None] * len(servers)
+
+    def ask_one(index: int) -> None:
+        answers[index] = _answer_of(servers[index], timeout_s)
+
+    # Daemons: looking up a name has no deadline, and a dry run does not wait for it.
+    threads = [threading.Thread(target=ask_one, args=(index,), daemon=True) for index in range(len(servers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s + 1.0)
+    late = f"no answer in {timeout_s:g} s"
+    return [answer or _no_answer(server, late) for server, answer in zip(servers, answers)]
+
+
+def _no_answer(server: Server, why: str) -> str:
+    way = f"start it before the run, or correct {server.key}"
+    return f"{NOT_READY}{server.key}: from this machine nothing answers at {server.url} ({why}); {way}"
+
+
+def _answer_of(server: Server, timeout_s: float) -> str:
+    where = f"{server.key}: {server.url}"
+    try:
+        with open_url(urllib.request.Request(server.url, headers=dict(server.headers)), timeout_s) as answer:
+            body = answer.read()
+    except urllib.error.HTTPError as error:
+        return _refusal(server, error.code, error.read()[:200].decode(errors="replace").strip())
+    except (OSError, ValueError) as error:
+        return _no_answer(server, str(getattr(error, "reason", error)) or type(error).__name__)
+    if not server.has_list:
+        return f"{where} answers"
+    try:
+        names = [str(each["id"]) for each in json.loads(body)["data"]]
+    except (ValueError, KeyError, TypeError):
+        shown = body[:60].decode(errors="replace")
+        return f"{NOT_READY}{where} answers with no list of models, but {shown!r}; correct the address"
+    listed = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+    if server.model is not None and server.model not in names:
+        rule = f"and not {server.model}; correct {server.model_key}"
+        return f"{NOT_READY}{where} serves {listed or 'no model'}, {rule}"
+    if not names:
+        return f"{NOT_READY}{where} answers and lists no model; name one as {server.model_key}"
+    return f"{where} answers and serves {listed}"
+
+
+def _refusal(server: Server, status: int, text: str) -> str:
+    where = f"{server.key}: {server.url} answers HTTP {status}"
+    if not server.has_list:  # it takes other requests than this one
+        return f"{where} to a request without a reply to score, so something is there"
+    if status in (401, 403):
+        state = "correct the key in" if server.headers.get("Authorization") else "it needs a key, so set"
+        return f"{NOT_READY}{where}: {state} the environment variable {server.api_key_var}"
+    if status == 404 and server.model is not None:
+        return f"{where}, so it has no list of models; it is taken as it is"
+    return f"{NOT_READY}{where} ({text or 'no text'}); correct {server.key}, or name the model as {server.model_key}"
