@@ -167,8 +167,15 @@ def _candidates(setup: Setup, now: Times) -> Iterator[Words]:
     is_slow = now.publish_s + now.load_s > SLOW_UPDATE * now.step_s
     if is_slow and cfg.weight_broadcast.interval == 1 and 1 <= level < cfg.orchestrator.max_off_policy_steps:
         yield _words(weight_broadcast__interval=2, orchestrator__max_async_level=level + 1)
-    if cfg.orchestrator.batch_order == "dispatch" and level and now.trainer_idle > 0.1:
-        yield _words(orchestrator__batch_order="finished")
+    if level and now.trainer_idle > 0.1:
+        oldest = cfg.orchestrator.max_off_policy_steps
+        if cfg.orchestrator.batch_order == "dispatch":
+            yield _words(orchestrator__batch_order="finished")
+            older = 2 * max(oldest, 2 * level)
+            yield _words(orchestrator__batch_order="finished", orchestrator__max_off_policy_steps=older)
+        else:  # a batch waits for groups that would be too old for a later one
+            for times in (2, 4):
+                yield _words(orchestrator__max_off_policy_steps=times * oldest)
     yield from _splits(setup)
     yield from _meshes(setup)
 

@@ -382,7 +382,8 @@ class OrchestratorKeys(Section):
     token_batch_size: int | None = Field(None, gt=0)
     """Tokens, of prompts and replies, with which a batch is complete before it has batch_size rollouts, which must be
     given beside it. A batch always has whole groups; those that are left over are in the next batch, unless
-    max_off_policy_steps drops them. None: a batch is batch_size rollouts."""
+    max_off_policy_steps drops them; with batch_order = "finished" a batch takes more instead. None: a batch is
+    batch_size rollouts."""
     group_size: int = Field(8, gt=0)
     """Rollouts of one task that are compared."""
     row_tokens: int | None = Field(None, gt=1)

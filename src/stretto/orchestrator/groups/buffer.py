@@ -37,7 +37,8 @@ this one (`wait_for_turn`). So the draws of a batch are the shortest run of draw
 whatever the order in which they end.
 
 With tokens_per_batch a batch ends with the group that brings it to so many tokens. How many groups are drawn for it
-follows from the tokens of those that were played; groups that are left over are in the next batch unless too old.
+follows from the tokens of those that were played; groups that are left over are in the next batch unless too old. If
+keeps_late it takes more, up to groups_per_batch, where later batches could not take all that are left in time.
 """
 
 from __future__ import annotations
@@ -446,13 +447,26 @@ class Buffer:
             return recorded if num_ready >= recorded else None
         if bounds.tokens_per_batch is not None:
             num_fillers = num_ready - len(self._preferred)  # further ones have been replaced
-            num_tokens = 0
-            ordered = itertools.chain(self._in_order(), self._fillers[:num_fillers])
+            num_tokens, in_order = 0, self._in_order()
+            ordered = itertools.chain(in_order, self._fillers[:num_fillers])
             for count, group_id in enumerate(itertools.islice(ordered, bounds.groups_per_batch), 1):
                 num_tokens += self.slots[group_id].num_tokens
                 if num_tokens >= bounds.tokens_per_batch and count >= bounds.min_groups:
-                    return count
+                    size = max(count, self._num_due(in_order)) if bounds.keeps_late else count
+                    return size if size <= num_ready else None
         return bounds.groups_per_batch if num_ready >= bounds.groups_per_batch else None
+
+    def _num_due(self, in_order: list[int]) -> int:
+        """Groups that the next batch must take, whatever its tokens: later ones have no room for so many of their age.
+
+        in_order: the preferred groups, the oldest first. A later batch has room for groups_per_batch.
+        """
+        left = Counter(_age_of(self.slots[group_id]) for group_id in in_order if not self.slots[group_id].is_frozen)
+        left += self._running_by_version
+        oldest, room = self.oldest_version, self.bounds.groups_per_batch
+        totals = zip(sorted(left), itertools.accumulate(left[version] for version in sorted(left)))
+        due = max((total - max(version - oldest, 0) * room for version, total in totals), default=0)
+        return min(due, room)
 
     def _last_of_batch(self, num_groups: int) -> int:
         """The highest draw number that `_choose` would return."""
