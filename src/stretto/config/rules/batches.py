@@ -415,6 +415,15 @@ def steering(s: OrchestratorKeys, at: At) -> Problems:
     if s.max_async_level and not section.min_level <= s.max_async_level <= section.max_level:
         rule = f"{start} is where steering starts, and not between {low} and {high}; give one between them"
         yield Problem((start, low, high), rule)
+    most, every = at("steering.max_update_interval"), at("weight_broadcast.interval")
+    if section.max_update_interval is not None:
+        fewest = s.weight_broadcast.interval
+        highest = fewest + section.max_level - section.min_level
+        if section.max_update_interval < fewest:
+            yield Problem((most, every), f"{most} is below {every}, where it starts; raise it, or lower the other")
+        elif section.max_update_interval > max(highest, fewest):
+            rule = f"{most} needs {high.path} = {section.min_level + section.max_update_interval - fewest} or more"
+            yield Problem((most, high), f"{rule}, because the level rises with it; lower it, or raise the other")
     factor = at("oversampling_factor")
     if s.oversampling_factor is not None:
         yield Problem(

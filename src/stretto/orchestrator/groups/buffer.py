@@ -4,7 +4,9 @@ Steps are counted from 1, policy versions from 0: step n trains on batch n and m
 step n may hold no rollout whose first token came from a version older than n-1-max_off_policy_steps. Batch n
 is not shipped before version n-1-max_async_level, or a newer one, is loaded, so generation is at most max_async_level
 steps ahead of the trained weights. If engines get every k-th version, k is at most max_async_level + 1: of any
-max_async_level + 1 versions in a row they get one, so the version for which a batch waits comes.
+max_async_level + 1 versions in a row they get one, so the version for which a batch waits comes. Where steering lowers
+the level while more versions in a row are not sent, generation is as far ahead as these until the next one is
+(`steps_ahead`).
 
 A group holds a slot from its draw until the weights it was trained into are loaded on every engine; there are
 (max_async_level + 1) batches of slots. Its states:
@@ -156,6 +158,7 @@ class Buffer:
     slots: dict[int, Slot] = field(default_factory=dict)  # by draw number; not FAILED, LOADED or DROPPED ones
     is_closed: bool = False
     num_replaced: int = 0  # zero-signal groups since the last batch
+    num_unsent: int = 0  # latest shipped steps whose versions engines do not get
     num_rejected: int = 0  # groups that gates and filters rejected since the last batch
     max_running: int | None = None  # groups; set by adaptive concurrency
     recorded_sizes: dict[int, int] = field(default_factory=dict)  # groups of batches that were recorded, by step
@@ -184,7 +187,7 @@ class Buffer:
         """
         waiting = self._num_by_state[SlotState.RUNNING] + self._num_by_state[SlotState.READY] - num_put_back
         bounds = self.bounds
-        if self.is_closed or waiting + self._num_by_state[SlotState.SHIPPED] + num_groups > bounds.num_slots:
+        if self.is_closed or waiting + self._num_by_state[SlotState.SHIPPED] + num_groups > self.num_slots:
             return False
         if bounds.is_deterministic and (
             self.version != bounds.version_of(self.next_step) or waiting + num_groups > bounds.groups_per_batch
@@ -318,9 +321,13 @@ class Buffer:
         """All READY groups in draw order, from which the next batch may be chosen."""
         return sorted(self._in(SlotState.READY), key=lambda slot: slot.group_id)
 
-    def ship(self, chosen: list[Slot], discarded: list[Slot]) -> None:
-        """Record that the chosen groups are shipped, and drop the discarded and the stale ones."""
+    def ship(self, chosen: list[Slot], discarded: list[Slot], *, is_sent: bool = True) -> None:
+        """Record that the chosen groups are shipped, and drop the discarded and the stale ones.
+
+        is_sent: do engines get the version that the step makes?
+        """
         step = self.next_step
+        self.num_unsent = 0 if is_sent else self.num_unsent + 1
         for slot in chosen:
             assert not self._is_stale(slot), f"group {slot.group_id} is too old for step {step}"
             slot.step = step
@@ -381,13 +388,23 @@ class Buffer:
     def gauges(self) -> dict[str, int]:
         """Number of groups per state, the next step and the loaded version."""
         depths = {str(state): num for state, num in self._num_by_state.items() if num}
-        return {"next_step": self.next_step, "version": self.version, "slots": self.bounds.num_slots, **depths}
+        return {"next_step": self.next_step, "version": self.version, "slots": self.num_slots, **depths}
 
     def staleness(self, slot: Slot) -> int:
         """Versions between a group's first token and the version that its step starts from."""
         if slot.is_frozen:
             return 0
         return (slot.step or self.next_step) - 1 - slot.first_version
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that generation may be ahead now."""
+        return max(self.bounds.max_steps_ahead, self.num_unsent)
+
+    @property
+    def num_slots(self) -> int:
+        """Groups that may run, wait or be in training now."""
+        return max(self.bounds.num_slots, (self.num_unsent + 1) * self.bounds.groups_per_batch)
 
     @property
     def oldest_version(self) -> int:
@@ -411,7 +428,7 @@ class Buffer:
     @property
     def _needed_version(self) -> int:
         """The version from which on generation is not too far ahead of the next batch's step."""
-        return self.next_step - 1 - self.bounds.max_steps_ahead
+        return self.next_step - 1 - self.steps_ahead
 
     def _are_too_many(self, num_groups: int) -> bool:
         """Are these more groups than generation may be ahead, by the tokens of those played?
@@ -425,7 +442,7 @@ class Buffer:
             return num_groups > bounds.groups_per_batch
         per_batch = math.ceil((bounds.tokens_per_batch or 0) * self._num_played / max(self._num_tokens, 1))
         size = min(max(per_batch, bounds.min_groups), bounds.groups_per_batch)
-        return num_groups > max(bounds.max_steps_ahead + 1, bounds.oversampling_factor or 0) * size
+        return num_groups > max(self.steps_ahead + 1, bounds.oversampling_factor or 0) * size
 
     def _may_ship(self) -> bool:
         if self.version < self._needed_version:

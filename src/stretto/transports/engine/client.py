@@ -99,6 +99,7 @@ class EngineClient:
         )
         self._routed = RoutedFleet(self.urls if self._is_routed else (), self.fleet, api_key)
         self.num_replies = 0  # requests that were answered
+        self.paused_s = 0.0  # for how long the slowest engine computed nothing in the latest update
         self._handover = Handover(self.fleet, self._routed, self._admin, liveness_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
@@ -178,7 +179,7 @@ class EngineClient:
                 if len(self.admin_urls) > 1:
                     await self._group_nodes(self.fleet.ready())
                 # An engine that has just come back has the previous version; one that comes back later loads this one.
-                self._manifest = manifest
+                self._manifest, self.paused_s = manifest, 0.0
                 failures = await self._load_all(self.fleet.whole_engines(to_retry) or self.fleet.ready())
             # If engines receive together, a dying one makes the others fail, which then try again.
             to_retry = []
@@ -361,15 +362,18 @@ class EngineClient:
         update = updates.encode_update(manifest, group)
         if url in self._load_between_steps:
             self._load_between_steps.discard(url)
-            await self._admin(url, api.UPDATE_WEIGHTS, update)
+            answer = await self._admin(url, api.UPDATE_WEIGHTS, update)
             self._load_between_steps.add(url)
+            self.paused_s = max(self.paused_s, updates.decode_paused_s(answer))
             return
+        paused = time.perf_counter()
         await self._admin(url, f"{api.PAUSE}?mode=keep&clear_cache=false")
         started = await self._admin(url, api.START_UPDATE)
         await self._admin(url, api.UPDATE_WEIGHTS, update)
         await self._admin(url, api.FINISH_UPDATE, updates.encode_finish(manifest.version))
         if not self._asleep:  # else waiting requests have no cache; they continue when the engine is woken
             await self._admin(url, api.RESUME)
+        self.paused_s = max(self.paused_s, time.perf_counter() - paused)
         if updates.decode_started(started):
             self._load_between_steps.add(url)
 
