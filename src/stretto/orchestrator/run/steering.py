@@ -1,9 +1,9 @@
 """Steers how far generation is ahead, and how often engines get new weights, for most effective tokens per second.
 
 The key is [orchestrator.steering]. Levels are the rungs of a ladder: 1, 2, 3, 4, 6, 8, 12, 16 and so on, between the
-bounds. If engines get every k-th version, the level is k - 1 above the rung (less what weight_broadcast.interval has), so
-that generation overlaps with training as much as with every version. After a change the steps in which it takes effect
-are left out; then `interval` steps are measured, and one decision is made:
+bounds. If engines get a version after k more steps than weight_broadcast.interval has, the level is k above the rung, up
+to max_level, so that generation overlaps with training as much as before. After a change the steps in which it takes
+effect are left out; then `interval` steps are measured, and one decision is made:
 
     effective sample size below min_ess      down to where it should be above, if its logarithm grows with the level
     the interval does not earn its gain      back to a lower one; tried again after `retry` decisions, then twice as many
@@ -171,7 +171,9 @@ class Steering:
         self.update_interval, self._least_interval = interval, least_interval
         self._most_interval = max(cfg.max_update_interval or least_interval, least_interval)
         rung = level - (interval - least_interval)
-        self._rung = max(i for i, each in enumerate(self.rungs) if each <= max(rung, self.rungs[0]))
+        is_highest = level >= cfg.max_level
+        reached = [i for i, each in enumerate(self.rungs) if each <= max(rung, self.rungs[0])]
+        self._rung = self._top(interval) if is_highest else max(reached)
         self.costs = UpdateCosts()
         self._num_decisions = 0
         self._speeds: dict[Setting, Speed] = {}
@@ -185,7 +187,12 @@ class Steering:
         return self._level_at(self._rung, self.update_interval)
 
     def _level_at(self, rung: int, interval: int) -> int:
-        return self.rungs[rung] + interval - self._least_interval
+        return min(self.rungs[rung] + interval - self._least_interval, self.cfg.max_level)
+
+    def _top(self, interval: int) -> int:
+        """The rung that reaches max_level, where engines get a version after so many steps."""
+        wanted = self.cfg.max_level - (interval - self._least_interval)
+        return next(i for i, each in enumerate(self.rungs) if each >= wanted)
 
     def add_step(
         self, step: int, now: float, tokens: float, metrics: Mapping[str, float], waited_s: float
@@ -219,7 +226,7 @@ class Steering:
             return False
         if window.steps >= self.cfg.interval:
             return True
-        is_stuck = self._failures or self._rung + 1 == len(self.rungs)
+        is_stuck = self._failures or self._rung == self._top(self.update_interval)
         return window.steps >= EARLY_STEPS and waited > LARGE_WAIT and not is_stuck
 
     def _decide(self, step: int, window: Window, took: float) -> Decision:
@@ -229,7 +236,8 @@ class Steering:
         known = self._speeds[setting] = self._speed_of(setting) or Speed()
         known.add(window, self._num_decisions)
         ess, waited = window.effective / max(window.tokens, 1.0), min(window.waited_s / took, 1.0)
-        self._rung, self.update_interval, reason = self._next(window, ess, waited)
+        rung, self.update_interval, reason = self._next(window, ess, waited)
+        self._rung = min(rung, self._top(self.update_interval))
         return Decision(
             step, before, self.level, window.effective / took, ess, waited, reason, interval_before,
             self.update_interval, self.costs.publish_s, self.costs.pause_s,
@@ -313,10 +321,10 @@ class Steering:
         return best
 
     def _may_be(self, interval: int, window: Window, ess: float) -> bool:
-        """Whether rarer updates are allowed: by max_level, min_ess, and what has failed lately."""
-        is_blocked = self._blocked_until.get((self.rungs[self._rung], interval), 0) > self._num_decisions
-        is_ahead = self._level_at(self._rung, interval) > self.cfg.max_level
-        return not is_blocked and not is_ahead and self._ess_at(interval, window, ess) >= self.cfg.min_ess
+        """Whether rarer updates are allowed: by min_ess, and what has failed lately."""
+        rung = min(self._rung, self._top(interval))
+        is_blocked = self._blocked_until.get((self.rungs[rung], interval), 0) > self._num_decisions
+        return not is_blocked and self._ess_at(interval, window, ess) >= self.cfg.min_ess
 
     def _gain(self, interval: int, window: Window, ess: float, waited: float) -> float:
         """Effective tokens per second with another interval, as a share of what there are now, less 1.
@@ -348,11 +356,11 @@ class Steering:
         interval = self.update_interval
         wanted = (self.level + 1) / max(1 - waited, 0.05) - 1
         up = self._rung
-        while up + 1 < len(self.rungs):
+        while up < self._top(interval):
             level = self._level_at(up + 1, interval)
             is_blocked = self._blocked_until.get((self.rungs[up + 1], interval), 0) > self._num_decisions
             is_enough = up > self._rung and level > wanted
-            if is_blocked or is_enough or level > self.cfg.max_level or not self._is_worth(level, ess):
+            if is_blocked or is_enough or not self._is_worth(level, ess):
                 break
             up += 1
         return up

@@ -403,6 +403,7 @@ def test_a_version_counts_only_when_every_engine_has_loaded_it():
         engine, versions = FakeEngine(parrot(1.0), load_delay=5.0), Versions()
         policy = VersionLoader(engine, versions, start=0, timeout_s=60.0)
         policy.on_published(manifest(0))
+        assert policy.decide(1)
         policy.on_published(manifest(1))
         loading = asyncio.ensure_future(policy.load_next())
         await asyncio.sleep(1.0)
