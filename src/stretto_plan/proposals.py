@@ -92,8 +92,8 @@ class Setting:
 def steered(costs: Costs, workload: Workload, *, steps: int) -> dict[Setting, Times]:
     """The times of a run at each setting that its steering tries; the last one is where it settles.
 
-    It climbs as long as a level earns min_gain over the one below, then lets engines have fewer versions if that earns as
-    much, and climbs again. A plan knows no effective sample sizes: all are 1.
+    It climbs as long as a level earns min_gain over the one below, then lets engines have fewer versions if that earns
+    as much, and climbs again. A plan knows no effective sample sizes: all are 1.
     """
     section, least = costs.setup.rl.orchestrator.steering, costs.setup.rl.weight_broadcast.interval
     assert section is not None, "the caller has looked"

@@ -18,12 +18,7 @@ from stretto.transports.control import Event
 class AbsentTrainer:
     """Stands in for both wires to the trainer (ControlServer and Sender)."""
 
-    def __init__(
-        self,
-        world_size: int,
-        start: int,
-        max_steps: int | None,
-    ) -> None:
+    def __init__(self, world_size: int, start: int, max_steps: int | None) -> None:
         """start: the step after which the run continues. max_steps: None to run until stopped."""
         self._world_size, self._start, self._max_steps = world_size, start, max_steps
         self._events: asyncio.Queue[Event] = asyncio.Queue()

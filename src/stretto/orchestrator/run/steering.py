@@ -1,15 +1,15 @@
 """Steers how far generation is ahead, and how often engines get new weights, for most effective tokens per second.
 
-The key is [orchestrator.steering]. Levels are the rungs of a ladder: 1, 2, 3, 4, 6, 8, 12, 16 and so on, between the
-bounds. If engines get a version after k more steps than weight_broadcast.interval has, the level is k above the rung, up
-to max_level, so that generation overlaps with training as much as before. After a change the steps in which it takes
-effect are left out; then `interval` steps are measured, and one decision is made:
+The key is [orchestrator.steering]. Levels are the rungs of a ladder: 1, 2, 3, 4, 6, 8, 12, 16 and so on, between
+the bounds. If engines get a version after k more steps than weight_broadcast.interval has, the level is k above the
+rung, up to max_level, so that generation overlaps with training as much as before. After a change the steps in which it
+takes effect are left out; then `interval` steps are measured, and one decision is made:
 
     effective sample size below min_ess      down to where it should be above, if its logarithm grows with the level
-    the interval does not earn its gain      back to a lower one; tried again after `retry` decisions, then twice as many
+    the interval does not earn its gain      a lower one; tried again after `retry` decisions, then twice as many
     the level does not earn its gain         one rung down; tried again in the same way
-    updates cost more than fresh tokens      to the interval at which effective tokens per second are most, if the trainer
-                                             does not wait, or for updates more than for anything else
+    updates cost more than fresh tokens      to the interval at which effective tokens per second are most, if the
+                                             trainer does not wait, or for updates more than for anything else
     the trainer waits                        up to where it would not wait, if rollouts per second grow with those in
                                              flight, and no level that should be below min_ess; decided after
                                              EARLY_STEPS if it waits for most of the time
@@ -81,8 +81,8 @@ class Decision:
         elif self.update_interval > 1:
             updates = f", updates every {self.update_interval} steps"
         return (
-            f"step {self.step}: asynchrony {change}{updates}, {self.reason} ({self.effective_tokens_per_s:.0f} effective "
-            f"tokens per second, ess {self.ess:.2f}, the trainer waited {self.waited:.0%})"
+            f"step {self.step}: asynchrony {change}{updates}, {self.reason} ({self.effective_tokens_per_s:.0f} "
+            f"effective tokens per second, ess {self.ess:.2f}, the trainer waited {self.waited:.0%})"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -272,12 +272,16 @@ class Steering:
         return rung, interval, "no other level is known to be better"
 
     def _known_below(self, rung: int, interval: int) -> tuple[int, int, str] | None:
-        """What is known to be better than this setting: fewer steps between updates, or a rung less; None if nothing is."""
+        """What is known to be better: fewer steps between updates, or a rung less; None if nothing is."""
         rarer, level = range(interval - 1, self._least_interval - 1, -1), self.rungs[rung]
         lower = next((each for each in rarer if self._speed_of((level, each)) is not None), None)
         if lower is not None and (text := self._shortfall((level, lower), interval - lower)):
             self._fail(self._setting(rung))
-            return rung, lower, f"updates every {interval} steps give {text[0]} over every {lower} and must give {text[1]}"
+            return (
+                rung,
+                lower,
+                f"updates every {interval} steps give {text[0]} over every {lower} and must give {text[1]}",
+            )
         below = next((each for each in reversed(self.rungs[:rung]) if self._speed_of((each, interval))), None)
         if below is not None and (text := self._shortfall((below, interval), level - below)):
             self._fail(self._setting(rung))
@@ -298,9 +302,9 @@ class Steering:
         return f"{gain:+.0%}", f"{wanted:+.0%}"
 
     def _why_rarer(self, window: Window) -> str:
-        share = (window.ended - window.began) / window.steps * self.update_interval
-        costs = self.costs
-        return f"updates cost {costs.publish_s / share:.0%} of the trainer's time and {costs.pause_s / share:.0%} of engines'"
+        between_s = (window.ended - window.began) / window.steps * self.update_interval
+        publish, pause = self.costs.publish_s / between_s, self.costs.pause_s / between_s
+        return f"updates cost {publish:.0%} of the trainer's time and {pause:.0%} of engines'"
 
     # -- how often engines get new weights --
 

@@ -1,9 +1,9 @@
 """Loads the versions that the trainer publishes into all engines, one by one.
 
-The trainer publishes what a start begins with, the versions whose batches say so (`decide`), and the last one. States of
-a version: due (its batch is shipped) -> published (announced by the trainer) -> loaded (acknowledged by every engine). A
-version is used only after it is loaded: a completion stamped v must have been sampled from weights v. Running requests
-continue through an update; the engines take care of that.
+The trainer publishes what a start begins with, the versions whose batches say so (`decide`), and the last one. States
+of a version: due (its batch is shipped) -> published (announced by the trainer) -> loaded (acknowledged by every
+engine). A version is used only after it is loaded: a completion stamped v must have been sampled from weights v.
+Running requests continue through an update; the engines take care of that.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class VersionLoader:
         generation: Callable[[], int] = lambda: 0,
         devices: SharedDevices | None = None,
     ) -> None:
-        """interval: steps between two versions, which steering may change. end: the last one, which comes in any case, as
-        those that `is_evaluated`, and the last of a stopped run.
+        """interval: steps between two versions, which steering may change. end: the last one, which comes in any case,
+        as those that `is_evaluated`, and the last of a stopped run.
 
         tolerance: of the canary check, in nats; None: `canary.tolerance_of` it. devices: of a run with [colocate].
         generation: returns a number that grows whenever an engine goes down or comes back.

@@ -292,7 +292,10 @@ def test_the_level_stays_within_its_bound_and_the_interval_within_what_the_level
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--weight_broadcast.interval", "2", "--orchestrator.steering.max_update_interval", "1"], "is below .*interval"),
+        (
+            ["--weight_broadcast.interval", "2", "--orchestrator.steering.max_update_interval", "1"],
+            "is below .*interval",
+        ),
         (["--orchestrator.steering.max_update_interval", "9"], r"needs orchestrator.steering.max_level = 9 or more"),
         (
             ["--orchestrator.steering.max_update_interval", "2", "--service", "http://127.0.0.1:1"],

@@ -29,9 +29,7 @@ def ends(seed, *, max_steps, start=0):
     rng = random.Random(seed)
     engine = FakeEngine(parrot(0.5), delay=lambda _: rng.lognormvariate(0.0, 1.0))
     delay = rng.choice([0.1, 1.0, 5.0])
-    trainer = FakeTrainer(
-        max_steps=max_steps, start=start, checkpoint_every=2, step_delay=lambda _: delay
-    )
+    trainer = FakeTrainer(max_steps=max_steps, start=start, checkpoint_every=2, step_delay=lambda _: delay)
     return engine, trainer
 
 
