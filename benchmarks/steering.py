@@ -96,7 +96,7 @@ def train(
 
 
 def columns(file: Path) -> dict[str, list[float]]:
-    """Of each step so far: seconds, reward, age."""
+    """Seconds, reward and age of each step so far."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     rows = [row for row in rows if "time/step" in row and row["step"] > 0]
