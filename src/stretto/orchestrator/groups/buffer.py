@@ -58,7 +58,7 @@ from enum import StrEnum
 
 from stretto.ledger.writer import Ledger
 from stretto.orchestrator.groups.bounds import Bounds
-from stretto.orchestrator.groups.ends import Ends
+from stretto.orchestrator.groups.ends import Counts
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Group, Task
 
@@ -129,21 +129,6 @@ class Slot:
         """Change the state; asserts that MOVES allows it."""
         assert to in MOVES[self.state], f"group {self.group_id} cannot go from {self.state} to {to}"
         self.state = to
-
-
-@dataclass
-class Counts:
-    """Numbers of groups since the last batch; BatchShipper logs and resets them."""
-
-    drawn: int = 0
-    finished: int = 0
-    failed: int = 0
-    zero_signal: int = 0
-    rejected: int = 0
-    stale: int = 0
-    late_s: float = 0.0  # seconds for which the batch had enough groups and waited for others that would be late
-    ends: Ends = field(default_factory=Ends)  # of rollouts, by reason and length
-    flags: Counter[str] = field(default_factory=Counter)  # rollouts by the filter that flagged them
 
 
 @dataclass(eq=False)
@@ -474,16 +459,10 @@ class Buffer:
         return bounds.groups_per_batch if num_ready >= bounds.groups_per_batch else None
 
     def _num_due(self, in_order: list[int]) -> int:
-        """Groups that the next batch must take, whatever its tokens: later ones have no room for so many of their age.
-
-        in_order: the preferred groups, the oldest first. A later batch has room for groups_per_batch.
-        """
-        left = Counter(_age_of(self.slots[group_id]) for group_id in in_order if not self.slots[group_id].is_frozen)
-        left += self._running_by_version
-        oldest, room = self.oldest_version, self.bounds.groups_per_batch
-        totals = zip(sorted(left), itertools.accumulate(left[version] for version in sorted(left)))
-        due = max((total - max(version - oldest, 0) * room for version, total in totals), default=0)
-        return min(due, room)
+        """Groups that the next batch must take, whatever its tokens; in_order: the preferred ones, the oldest first."""
+        ready = [self.slots[group_id] for group_id in in_order]
+        left = Counter(_age_of(slot) for slot in ready if not slot.is_frozen) + self._running_by_version
+        return self.bounds.num_due(left, self.oldest_version)
 
     def _last_of_batch(self, num_groups: int) -> int:
         """The highest draw number that `_choose` would return."""

@@ -310,7 +310,7 @@ class EngineClient:
         self._load_between_steps.difference_update(urls)
         if self._sleep_level is not None and "weights" in self._asleep:
             # The trainer uses the device: this engine wakes up with the others, and then loads the next version.
-            await _gather_all(self._admin(url, _sleep_route(self._sleep_level)) for url in urls)
+            await _gather_all(self._admin(url, api.sleep_route(self._sleep_level)) for url in urls)
             return
         if self._sleep_level is not None:  # one that did not answer may sleep
             await _gather_all(self._admin(url, f"{api.WAKE_UP}?tags=weights") for url in urls)
@@ -362,9 +362,9 @@ class EngineClient:
         update = updates.encode_update(manifest, group)
         if url in self._load_between_steps:
             self._load_between_steps.discard(url)
-            answer = await self._admin(url, api.UPDATE_WEIGHTS, update)
+            paused_s = updates.decode_paused_s(await self._admin(url, api.UPDATE_WEIGHTS, update))
             self._load_between_steps.add(url)
-            self.paused_s = max(self.paused_s, updates.decode_paused_s(answer))
+            self.paused_s = max(self.paused_s, paused_s)
             return
         paused = time.perf_counter()
         await self._admin(url, f"{api.PAUSE}?mode=keep&clear_cache=false")
@@ -515,7 +515,7 @@ class EngineClient:
         async with self.fleet.updating:
             self._asleep, self._sleep_level = {*api.SLEEP_TAGS}, level
             self._handover.num_aborts += 1
-            await self._admin_ready(_sleep_route(level))
+            await self._admin_ready(api.sleep_route(level))
 
     async def wake_up(self, tag: str) -> None:
         """Have every engine allocate memory again: for `weights`, and, after these are loaded, for `kv_cache`."""
@@ -573,9 +573,8 @@ class EngineClient:
 async def _gather_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     """The results of all calls; the first failure is raised after all have ended."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
+    if failures := [answer for answer in answers if isinstance(answer, BaseException)]:
+        raise failures[0]
     return answers
 
 
@@ -594,10 +593,6 @@ async def _gather_loads(loads: list[asyncio.Task[None]], grace_s: float | None) 
     outcomes = await asyncio.gather(*loads, return_exceptions=True)
     too_late = EngineError(f"its update did not end within {grace_s} s after that of another engine failed")
     return [too_late if load in late else outcome for load, outcome in zip(loads, outcomes)]
-
-
-def _sleep_route(level: int) -> str:
-    return f"{api.SLEEP}?level={level}&mode=abort"
 
 
 def _root(url: str) -> str:

@@ -135,6 +135,7 @@ def test_a_steered_run_is_nearly_as_fast_as_the_best_setting_and_no_slower_than_
     assert decisions(loop.parts.run_dir) and not audit(loop.parts.run_dir)
 
 
+@pytest.mark.heavy
 def test_each_decision_is_a_row_and_the_versions_that_engines_get_follow_it(tmp_path):
     evals = {"interval": 7, "num_examples": 4, "env": [{"id": "fakes:EchoEnv"}]}
     steering = {"max_update_interval": 3, "interval": 4, "max_level": 6}
@@ -156,6 +157,7 @@ def test_each_decision_is_a_row_and_the_versions_that_engines_get_follow_it(tmp_
     assert scored == [0, 7, 14, 21, 28, 35, 40] and not audit(run_dir)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("kind", "seconds"),
     [("kill_at", 100.0), ("kill_at", 260.0), ("stop_at", 260.0)]
@@ -183,6 +185,7 @@ def test_a_steered_run_goes_on_from_any_phase_with_its_interval(tmp_path, kind, 
     assert audit(cfg.run_dir) == []
 
 
+@pytest.mark.heavy
 def test_a_level_that_falls_below_what_is_not_sent_yet_blocks_no_batch(tmp_path):
     """From level 8 and every eighth version to level 1 and each, while seven versions in a row are not sent."""
     for at in (9, 12, 15):
