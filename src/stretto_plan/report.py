@@ -152,7 +152,7 @@ def steering_text(settings: Mapping[Setting, Times]) -> str:
         every = "every step" if each.update_interval == 1 else f"every {each.update_interval} steps"
         speed, idle = f"{times.tokens_per_s:,.0f}", f"{times.trainer_idle:.0%}"
         rows.append([str(each.level), every, seconds(times.step_s), speed, idle])
-    last = next(reversed(settings))
+    last = [*settings][-1]
     updates = "" if last.update_interval == 1 else f" and updates every {last.update_interval} steps"
     return f"steering settles at level {last.level}{updates}, if all tokens count\n{columns(rows)}"
 

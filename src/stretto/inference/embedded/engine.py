@@ -104,7 +104,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
         self._receiving = ThreadPoolExecutor(1, thread_name_prefix="engine-receive")  # one version after the other
-        self._updates: set[asyncio.Task[None]] = set()
+        self._updates: set[asyncio.Task[float]] = set()
 
     def submit(self, spec: GenerateRequest, *, is_streamed: bool = False) -> Ticket:
         """Queue a request.
