@@ -22,6 +22,7 @@ from stretto.records.control import (
     Failed,
     Register,
     StepDone,
+    StepMetrics,
     Stop,
     VersionLoaded,
     VersionReady,
@@ -122,6 +123,7 @@ class FakeEngine:
 
     num_ready = 1
     num_replies = 0
+    paused_s = 0.0
     generation = 0
 
     async def watch(self) -> None:
@@ -184,6 +186,7 @@ class FakeEngine:
 
     async def update_weights(self, manifest: WeightManifest) -> None:
         await asyncio.sleep(self.load_delay)
+        self.paused_s = self.load_delay
         assert manifest.version >= self.version, f"{manifest.version} after {self.version}"
         self.version = manifest.version
 
@@ -262,10 +265,10 @@ class FakeTrainer:
         checkpoint_every: int | None = None,
         die_after: int | None = None,
         time_s: float = 0.0,
-        update_interval: int = 1,
+        publish_s: float = 0.0,
     ) -> None:
         self.max_steps, self.start, self.world_size, self.time_s = max_steps, start, world_size, time_s
-        self.update_interval, self.published = update_interval, start
+        self.published, self.publish_s = start, publish_s
         self.step_delay, self.checkpoint_every, self.die_after = step_delay, checkpoint_every, die_after
         self.step = start
         self.batches: list[list[TrainBatch]] = []
@@ -314,7 +317,9 @@ class FakeTrainer:
             self.batches.append(order)
             metrics = {"loss/mean": 0.5, "mismatch_kl/mean": 1e-7}
             self._emit(StepDone(step=self.step, metrics=metrics, time_s=self.time_s))
-            if self.step % self.update_interval == 0 or self.step == self.max_steps:
+            if order[0].is_sent:
+                await asyncio.sleep(self.publish_s)
+                self._emit(StepMetrics(step=self.step, metrics={"time/publish": self.publish_s}))
                 self._publish()
             if self.die_after == self.step:
                 self._events.put_nowait(Event(0, Failed(reason="killed")))

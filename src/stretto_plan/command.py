@@ -95,7 +95,7 @@ def _rl_time(
     # Only here: the orchestrator's code takes half a second to import.
     from stretto_plan.compare import compare
     from stretto_plan.costs import Costs
-    from stretto_plan.proposals import at_level, propose, steered
+    from stretto_plan.proposals import at_setting, propose, steered
     from stretto_plan.simulation.run import STEPS, simulate
     from stretto_plan.workload import with_given, workload_of_run
 
@@ -107,18 +107,19 @@ def _rl_time(
     workload = with_given(workload, given)
     costs = Costs(setup, measured=_measured(args))
     steps = args.simulated_steps or STEPS
-    levels = {} if setup.rl.orchestrator.steering is None else steered(costs, workload, steps=steps)
-    costs = at_level(costs, max(levels)) if levels else costs
-    times = levels[max(levels)] if levels else simulate(costs, workload, steps=steps)
+    settings = {} if setup.rl.orchestrator.steering is None else steered(costs, workload, steps=steps)
+    settled = next(reversed(settings), None)
+    costs = costs if settled is None else at_setting(costs, settled)
+    times = simulate(costs, workload, steps=steps) if settled is None else settings[settled]
     assumptions += [*workload.describe(), *costs.describe()]
     found["workload"] = asdict(workload) | {"values": None}
     num_steps = args.steps or setup.cfg.max_steps
     found["time"] = asdict(times) | {"tokens_per_s": times.tokens_per_s, "steps": num_steps}
     found["budget"] = report.budget_ends(setup.rl.budget, times)
     texts = [report.time_text(times, setup, num_steps)]
-    if levels:
-        found["steering"] = {level: each.tokens_per_s for level, each in levels.items()}
-        texts.append(report.steering_text(levels))
+    if settings:
+        found["steering"] = [asdict(each) | {"tokens_per_s": its.tokens_per_s} for each, its in settings.items()]
+        texts.append(report.steering_text(settings))
     if args.compare is not None:
         texts.append(_comparison(compare(times, args.compare), found))
     elif not args.no_propose:

@@ -80,32 +80,62 @@ def propose(
     return sorted(found, key=lambda proposal: -proposal.gain)
 
 
-def steered(costs: Costs, workload: Workload, *, steps: int) -> dict[int, Times]:
-    """The times of a run at each level that its steering may choose; the last one is where it settles.
+@dataclass(frozen=True)
+class Setting:
+    """What steering chooses."""
 
-    It climbs as long as a level earns min_gain over the one below. A plan knows no effective sample sizes: all are 1.
+    level: int
+    update_interval: int
+    """Steps between two versions that engines get."""
+
+
+def steered(costs: Costs, workload: Workload, *, steps: int) -> dict[Setting, Times]:
+    """The times of a run at each setting that its steering tries; the last one is where it settles.
+
+    It climbs as long as a level earns min_gain over the one below, then lets engines have fewer versions if that earns
+    as much, and climbs again. A plan knows no effective sample sizes: all are 1.
     """
-    section = costs.setup.rl.orchestrator.steering
+    section, least = costs.setup.rl.orchestrator.steering, costs.setup.rl.weight_broadcast.interval
     assert section is not None, "the caller has looked"
-    found: dict[int, Times] = {}
-    for level in ladder(section.min_level, section.max_level):
-        times = simulate(at_level(costs, level), workload, steps=steps)
-        if found:
-            below = max(found)
-            wanted = section.min_gain * (level - below)
-            if times.tokens_per_s / found[below].tokens_per_s - 1 < wanted:
-                return found
-        found[level] = times
-        if times.trainer_idle <= section.min_wait:
+    rungs, found = ladder(section.min_level, section.max_level), dict[Setting, Times]()
+
+    def times_of(rung: int, interval: int) -> tuple[Setting, Times]:
+        setting = Setting(min(rungs[rung] + interval - least, section.max_level), interval)
+        times = found.get(setting) or simulate(at_setting(costs, setting), workload, steps=steps)
+        return setting, times
+
+    def climb(rung: int, interval: int) -> int:
+        setting, times = times_of(rung, interval)
+        found[setting] = times
+        while rung + 1 < len(rungs) and setting.level < section.max_level and times.trainer_idle > section.min_wait:
+            higher, faster = times_of(rung + 1, interval)
+            wanted = section.min_gain * (higher.level - setting.level)
+            if faster.tokens_per_s / times.tokens_per_s - 1 < wanted:
+                break
+            rung, setting, times = rung + 1, higher, faster
+            found[setting] = times
+        return rung
+
+    rung, now = climb(0, least), least
+    while True:
+        speed, best, worth = found[next(reversed(found))].tokens_per_s, now, 0.0
+        for interval in range(now + 1, (section.max_update_interval or least) + 1):
+            gain = times_of(rung, interval)[1].tokens_per_s / speed - 1
+            if gain - section.min_gain * (interval - now) > worth:
+                best, worth = interval, gain - section.min_gain * (interval - now)
+        if best == now:
             return found
-    return found
+        now = best
+        rung = climb(rung, now)
 
 
-def at_level(costs: Costs, level: int) -> Costs:
-    """The costs of the run at a fixed max_async_level, without steering."""
+def at_setting(costs: Costs, setting: Setting) -> Costs:
+    """The costs of the run at a fixed max_async_level and weight_broadcast.interval, without steering."""
     rl = costs.setup.rl
-    orchestrator = rl.orchestrator.model_copy(update={"steering": None, "max_async_level": level})
-    return replace(costs, setup=replace(costs.setup, cfg=rl.model_copy(update={"orchestrator": orchestrator})))
+    orchestrator = rl.orchestrator.model_copy(update={"steering": None, "max_async_level": setting.level})
+    wire = rl.weight_broadcast.model_copy(update={"interval": setting.update_interval})
+    cfg = rl.model_copy(update={"orchestrator": orchestrator, "weight_broadcast": wire})
+    return replace(costs, setup=replace(costs.setup, cfg=cfg))
 
 
 def proposal_steps(cfg: RLConfig, steps: int) -> int:
@@ -167,8 +197,15 @@ def _candidates(setup: Setup, now: Times) -> Iterator[Words]:
     is_slow = now.publish_s + now.load_s > SLOW_UPDATE * now.step_s
     if is_slow and cfg.weight_broadcast.interval == 1 and 1 <= level < cfg.orchestrator.max_off_policy_steps:
         yield _words(weight_broadcast__interval=2, orchestrator__max_async_level=level + 1)
-    if cfg.orchestrator.batch_order == "dispatch" and level and now.trainer_idle > 0.1:
-        yield _words(orchestrator__batch_order="finished")
+    if level and now.trainer_idle > 0.1:
+        oldest = cfg.orchestrator.max_off_policy_steps
+        if cfg.orchestrator.batch_order == "dispatch":
+            yield _words(orchestrator__batch_order="finished")
+            older = 2 * max(oldest, 2 * level)
+            yield _words(orchestrator__batch_order="finished", orchestrator__max_off_policy_steps=older)
+        else:  # a batch waits for groups that would be too old for a later one
+            for times in (2, 4):
+                yield _words(orchestrator__max_off_policy_steps=times * oldest)
     yield from _splits(setup)
     yield from _meshes(setup)
 

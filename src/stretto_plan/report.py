@@ -12,7 +12,7 @@ from stretto_plan.setup import Setup
 
 if TYPE_CHECKING:
     from stretto_plan.compare import Line
-    from stretto_plan.proposals import Proposal
+    from stretto_plan.proposals import Proposal, Setting
     from stretto_plan.simulation.run import SftTimes, Times
 
 WIDTH = 116
@@ -145,14 +145,16 @@ def budget_ends(budget: BudgetSection | None, times: Times) -> dict[str, int]:
     return {key: math.ceil(bound / per_step[key]) for key, bound in budget.bounds.items() if per_step[key] > 0}
 
 
-def steering_text(levels: Mapping[int, Times]) -> str:
-    """Where steering settles, and how fast the levels on the way are."""
-    rows = [["max_async_level", "step", "tokens per second", "trainer waits"]]
-    rows += [
-        [str(level), seconds(times.step_s), f"{times.tokens_per_s:,.0f}", f"{times.trainer_idle:.0%}"]
-        for level, times in levels.items()
-    ]
-    return f"steering settles at level {max(levels)}, if all tokens count\n{columns(rows)}"
+def steering_text(settings: Mapping[Setting, Times]) -> str:
+    """Where steering settles, and how fast the settings on the way are."""
+    rows = [["max_async_level", "updates", "step", "tokens per second", "trainer waits"]]
+    for each, times in settings.items():
+        every = "every step" if each.update_interval == 1 else f"every {each.update_interval} steps"
+        speed, idle = f"{times.tokens_per_s:,.0f}", f"{times.trainer_idle:.0%}"
+        rows.append([str(each.level), every, seconds(times.step_s), speed, idle])
+    last = [*settings][-1]
+    updates = "" if last.update_interval == 1 else f" and updates every {last.update_interval} steps"
+    return f"steering settles at level {last.level}{updates}, if all tokens count\n{columns(rows)}"
 
 
 def sft_text(times: SftTimes, setup: Setup, num_steps: int | None) -> str:

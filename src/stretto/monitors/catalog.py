@@ -124,6 +124,7 @@ models/<name>/cost | price | What they cost, if `prompt_price` or `reply_price` 
 progress/rollouts | rollouts | Trained since the run began.
 progress/tokens | tokens | Sampled tokens trained since the run began.
 steering/level | steps | `max_async_level` of the moment, with `[orchestrator.steering]`.
+steering/update_interval | steps | Steps between two versions that engines get, with `[orchestrator.steering]`.
 steering/effective_tokens_per_s | tokens/s | What it is steered by: sampled tokens per second times effective sample
     size, over the steps of a decision.
 concurrency/limit | rollouts | Most rollouts in flight, with `concurrency.type = "adaptive"`.

@@ -7,7 +7,7 @@ training    AbsentEngines are the engines: batches come from saved rollouts, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from stretto.records.control import Bye, Message, Register, StepDone, Stop, VersionReady
 from stretto.records.sample import TrainBatch
@@ -18,19 +18,9 @@ from stretto.transports.control import Event
 class AbsentTrainer:
     """Stands in for both wires to the trainer (ControlServer and Sender)."""
 
-    def __init__(
-        self,
-        world_size: int,
-        start: int,
-        max_steps: int | None,
-        *,
-        is_sent: Callable[[int], bool] = lambda version: True,
-    ) -> None:
-        """start: the step after which the run continues. max_steps: None to run until stopped.
-
-        is_sent: whether engines get a version.
-        """
-        self._world_size, self._start, self._max_steps, self._is_sent = world_size, start, max_steps, is_sent
+    def __init__(self, world_size: int, start: int, max_steps: int | None) -> None:
+        """start: the step after which the run continues. max_steps: None to run until stopped."""
+        self._world_size, self._start, self._max_steps = world_size, start, max_steps
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._publish(start)
 
@@ -53,7 +43,7 @@ class AbsentTrainer:
         elif isinstance(message, Sequence):
             step = message[0].step
             self._emit(StepDone(step=step))
-            if self._is_sent(step):
+            if message[0].is_sent:
                 self._publish(step)
             if step == self._max_steps:
                 self._end()
@@ -76,6 +66,7 @@ class AbsentEngines:
     generation = 0
     num_ready = 0
     num_replies = 0
+    paused_s = 0.0
 
     async def wait_ready(self, _: float) -> None:
         """Return at once."""

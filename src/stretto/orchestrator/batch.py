@@ -262,12 +262,13 @@ def pack(
     cost: Cost | None = None,
     max_patches: int | None = None,
     shares_prefixes: bool = False,
+    is_sent: bool = True,
 ) -> Generator[None, None, list[TrainBatch]]:
     """Pack the batches of `step` for `world_size` ranks; yields wherever other tasks may run.
 
     row_tokens: most tokens of a row, None: seq_len; a sample with more has a row of its own. max_patches: the same for
     patches of images. shares_prefixes: samples that begin alike stand in one row as far as they fit, and what they have
-    in common counts once.
+    in common counts once. is_sent: do engines get the version that the step makes?
 
     Raises: DataError if a sample is longer than seq_len.
     """
@@ -303,7 +304,9 @@ def pack(
             micro.append(to_micro_batch([samples[i] for i in rows[r]], streams, totals))
             yield
         micro += [dummy_micro_batch(streams)] * (num_micro - len(micro))
-        batches.append(TrainBatch(step=step, rank=rank, world_size=world_size, micro_batches=tuple(micro)))
+        batches.append(
+            TrainBatch(step=step, rank=rank, world_size=world_size, micro_batches=tuple(micro), is_sent=is_sent)
+        )
     return batches
 
 

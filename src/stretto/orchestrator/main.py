@@ -31,7 +31,7 @@ from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.algorithm import CustomAlgo, RaeAlgo
 from stretto.config.sections.curriculum import DifficultySampler
 from stretto.config.sections.distill import OpdAlgo, OpsdAlgo, SftAlgo
-from stretto.config.sections.orchestrator import OrchestratorSection, SteeringSection
+from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.data.hub_model import fetch, find_config
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
@@ -188,12 +188,7 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     else:
         engines = await stack.enter_async_context(build_engines(cfg.client))
     if cfg.debug == "rollouts":
-        trainer: Any = AbsentTrainer(
-            cfg.num_train_workers,
-            start,
-            cfg.max_steps,
-            is_sent=partial(cfg.weight_broadcast.is_sent, end=cfg.max_steps),
-        )
+        trainer: Any = AbsentTrainer(cfg.num_train_workers, start, cfg.max_steps)
         return Wires(engines, trainer, trainer)
     cfg = at_all_addresses(cfg)
     control = ControlServer(
@@ -334,15 +329,16 @@ def build_player(
     )
 
 
-def build_versions(cfg: OrchestratorSection, engines: EngineClient, ledger: Ledger, *, start: int) -> VersionLoader:
+def build_versions(cfg: OrchestratorConfig, engines: EngineClient, ledger: Ledger, *, start: int) -> VersionLoader:
     """Build what loads new versions into the engines, which have version `start`."""
     return VersionLoader(
         engines,
         ledger,
         start=start,
         timeout_s=cfg.weight_broadcast.timeout_s,
-        interval=cfg.weight_broadcast.interval,
+        interval=steered_setting(cfg)[1],
         end=cfg.max_steps,
+        is_evaluated=lambda version: cfg.eval is not None and cfg.eval.is_due(version, end=cfg.max_steps),
         tolerance=cfg.weight_broadcast.canary_tolerance,
         generation=lambda: engines.generation,
         devices=SharedDevices(engines, cfg.colocate) if cfg.colocate is not None and cfg.debug is None else None,
@@ -466,14 +462,13 @@ def load_rollout_function(cfg: OrchestratorSection, key: str | None) -> UserRoll
 
 def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     """The buffer's bounds, from the config; start: the step after which this incarnation begins."""
-    level = None if cfg.steering is None else steered_level(cfg, cfg.steering)
     factor = cfg.oversampling_factor
     oversampled = None if factor is None else int(factor * cfg.batch_size)
     limits = [limit for limit in (cfg.max_inflight_rollouts, oversampled) if limit is not None]
     is_user_played = cfg.hooks.rollout_function is not None  # it may put groups back, so no batch waits for one
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,
-        max_async_level=cfg.max_async_level if level is None else level,
+        max_async_level=steered_setting(cfg)[0],
         max_off_policy_steps=cfg.max_off_policy_steps,
         max_running_groups=min(limits) // cfg.group_size if limits else None,
         max_oversampling=cfg.max_oversampling,
@@ -491,12 +486,16 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     )
 
 
-def steered_level(cfg: OrchestratorConfig, section: SteeringSection) -> int:
-    """The level at which steering goes on, or begins."""
+def steered_setting(cfg: OrchestratorConfig) -> tuple[int, int]:
+    """The level, and the steps between two versions that engines get, at which the run begins or goes on."""
+    level, interval = cfg.max_async_level, cfg.weight_broadcast.interval
+    if cfg.steering is None:
+        return level, interval
     with LedgerReader(cfg.run_dir) as reader:
-        decided = [event["data"]["level"] for event in reader.events(STEERING)]
-    level = int(decided[-1]) if decided else cfg.max_async_level
-    return min(max(level, section.min_level), section.max_level)
+        decided = [event["data"] for event in reader.events(STEERING)]
+    if decided:
+        level, interval = int(decided[-1]["level"]), int(decided[-1].get("update_interval", interval))
+    return cfg.steering.within(level, interval, cfg.weight_broadcast.interval)
 
 
 # -- ending --

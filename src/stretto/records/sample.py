@@ -111,3 +111,4 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     world_size: int
     micro_batches: tuple[MicroBatch, ...]
+    is_sent: bool = True  # do engines get version `step`

@@ -1,7 +1,7 @@
 """The trainer process of an `rl` run: receives batches, publishes versions of the policy.
 
     register with the orchestrator -> publish the version it starts from
-    -> each step: wait for the batch, train, report the step, publish the new version if it is due, checkpoint when due
+    -> each step: wait for the batch, train, report the step, publish the new version if its batch says so, checkpoint
     -> at max_steps, Stop or Ctrl-C: checkpoint, publish the last version, wait until engines have loaded it, send Bye
 
 The orchestrator sends Stop and completes checkpoints. Every wait for it has a deadline, and ends if the orchestrator
@@ -152,7 +152,7 @@ class Trainer:
                 step = self.learner.step + 1
                 with self.tracer.step(step), self.snapshots.step(step):
                     metrics = self.train(batch)
-                    ready = self.publish() if self.is_version_due() else None
+                    ready = self.publish() if batch.is_sent else None
                     if not self.is_colocated:
                         self.announce(ready)
                 self.log(metrics)
@@ -228,10 +228,6 @@ class Trainer:
         """Log metrics that are known after the step's report, here and in the orchestrator, which feeds trackers."""
         self.monitors.log(step, metrics)
         self.orchestrator.post(StepMetrics(step=step, metrics=metrics))
-
-    def is_version_due(self) -> bool:
-        """Do engines get the current weights?"""
-        return self.cfg.weight_broadcast.is_sent(self.learner.step, end=self.cfg.max_steps)
 
     def publish(self) -> VersionReady | None:
         """Publish the current weights as the version after the current step; on the lead, its announcement."""

@@ -67,6 +67,7 @@ class SimulatedEngine:
 
     num_ready = 1
     generation = 0
+    paused_s = 0.0
 
     def __init__(
         self, costs: Costs, workload: Workload, cores: Cores, orchestrator: OrchestratorThread, scale: float, seed: int
@@ -155,7 +156,8 @@ class SimulatedEngine:
         started = self._now()
         if manifest.version:
             await self.cores.work(self.costs.load_s)
-        self.loading_s += self._now() - started
+        self.paused_s = self._now() - started
+        self.loading_s += self.paused_s
         self.version = manifest.version
         pause, self._pause = self._pause, None
         pause.set_result(None)
@@ -371,7 +373,7 @@ class SimulatedTrainer:
             trained = now()
             wait_s = received - began
             self._emit(StepDone(step=step, metrics={}, num_tokens=1, time_s=trained - began, wait_s=wait_s))
-            if self.costs.setup.rl.weight_broadcast.is_sent(step, end=self.max_steps):
+            if batch[0].is_sent:
                 await self.cores.work(self.costs.publish_s)
                 self._emit(VersionReady(manifest=manifest(step)))
             tokens = self.scale * sum(float(row.cu_seqlens[-1]) for each in batch for row in each.micro_batches)

@@ -125,10 +125,24 @@ def test_a_plan_says_where_steering_settles(capsys) -> None:
     slow = ["--gpu", "H100", "--turn-wait-s", "60:0.5", "--turns", "2", "--simulated-steps", "20"]
     steered += ["--orchestrator.batch-size", "64"]
     found = planned(capsys, *slow, *steered)
-    speeds = {int(level): speed for level, speed in found["steering"].items()}
+    speeds = {each["level"]: each["tokens_per_s"] for each in found["steering"]}
+    assert {each["update_interval"] for each in found["steering"]} == {1}
     assert list(speeds) == [1, 2, 3, 4]
     for below, level in itertools.pairwise(speeds):
         assert speeds[level] >= speeds[below] * (1 + 0.04 * (level - below))
     assert found["time"]["tokens_per_s"] == speeds[4]
     never_waits = planned(capsys, "--gpu", "CPU", *steered)
-    assert list(never_waits["steering"]) == ["1"]
+    assert [each["level"] for each in never_waits["steering"]] == [1]
+
+
+def test_a_plan_says_how_often_engines_get_weights(tmp_path, capsys) -> None:
+    """Publishing takes longer than training, so fewer versions save much of the time."""
+    costs = {"decode": [[1.0, 1e-5], [2.0, 1e-5]], "train": [[1.0, 0.5], [2.0, 0.5]], "load_s": 0.1, "publish_s": 4.0}
+    (tmp_path / "measured.json").write_text(json.dumps(costs))
+    words = ["--measured", str(tmp_path / "measured.json"), "--orchestrator.steering.max-level", "6"]
+    words += ["--orchestrator.max-async-level", "1", "--orchestrator.batch-size", "64", "--reply-tokens", "50"]
+    once = planned(capsys, *words)["steering"]
+    assert {each["update_interval"] for each in once} == {1}
+    rarely = planned(capsys, *words, "--orchestrator.steering.max-update-interval", "4")["steering"]
+    assert rarely[0] == once[0] and rarely[-1]["update_interval"] == 4
+    assert rarely[-1]["level"] >= 4 and rarely[-1]["tokens_per_s"] > 1.3 * once[-1]["tokens_per_s"]

@@ -84,6 +84,19 @@ def test_slow_updates_are_made_less_often(tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_batches_of_whoever_is_done_that_wait_for_old_groups_get_an_older_bound(tmp_path) -> None:
+    done = {"batch_order": "finished", "max_async_level": 4, "max_off_policy_steps": 5}
+    words = words_of(tmp_path, rl_config(orchestrator=done))
+    costs = Costs(
+        build_setup(load(RLConfig, words, verb="rl"), gpu="H100"),
+        measured=replace(FREE, train=((1.0, 1.0), (2.0, 1.0)), decode=((1.0, 1e-5), (2.0, 1e-5))),
+    )
+    found = check_promises(words, costs, Workload(Numbers(200), Numbers(500), score_s=Numbers(3.0, 1.0)), steps=40)
+    gains = {each.words: each.gain for each in found}
+    assert gains[("--orchestrator.max-off-policy-steps", "20")] > 0.25
+
+
+@pytest.mark.slow
 def test_nodes_go_where_the_time_is_spent(tmp_path) -> None:
     nodes = {
         "deployment": {"type": "multi_node", "num_train_nodes": 1, "gpus_per_node": 8},

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Ended, rl, start_rl, until, untrained_model, wait
+from runs import Ended, rl, start, start_rl, until, untrained_model, wait
 from test_clock import delayed, play, weights
 
 from stretto.ledger.audit import audit
@@ -89,4 +89,42 @@ def test_by_the_clock_a_kill_between_two_versions_changes_no_bit(model: Path, tm
     resumed = play(directory, settings, "--resume")
     assert weights(resumed) == weights(straight)
     assert sampled_versions(resumed) == sampled_versions(straight) == {0, 3, 6}
+    assert audit(resumed.run, payloads=True) == []
+
+
+def steered(model: Path) -> dict[str, Any]:
+    """Settings of a run that has fewer versions as soon as they save any time."""
+    settings = every_third(model, max_steps=20, weight_broadcast={"canary_interval": 1})
+    steering = {"max_update_interval": 3, "interval": 2, "min_gain": 1e-9, "min_wait": 0.99, "max_level": 4}
+    return settings | {"orchestrator": settings["orchestrator"] | {"max_async_level": 1, "steering": steering}}
+
+
+def decided_intervals(run: Ended) -> list[int]:
+    with run.ledger() as ledger:
+        return [event["data"]["update_interval"] for event in ledger.events("steering")]
+
+
+@pytest.mark.heavy
+def test_steering_lets_engines_have_fewer_versions_and_a_replay_trains_the_same(model: Path, tmp_path: Path) -> None:
+    run = rl(tmp_path, steered(model))
+    versions, found = loaded_versions(run), decided_intervals(run)
+    assert max(found) > 1 and 8 < len(versions) < 21 and versions[-1] == 20
+    assert sampled_versions(run) <= {*versions}
+    published = [row for row in run.steps("trainer").values() if "publish/bytes" in row]
+    assert len(published) == len(versions) - 1, "others are not sent, and the first was before the first step"
+    assert all(row["steering/update_interval"] in (1, *found) for row in run.steps("orchestrator").values())
+    assert audit(run.run, payloads=True) == []
+    code, output = wait(start("replay", [str(run.run.path), "--steps", "4"], tmp_path))
+    assert code == 0, output
+
+
+@pytest.mark.slow
+def test_a_steered_run_that_is_killed_goes_on_with_its_interval(model: Path, tmp_path: Path) -> None:
+    settings = steered(model)
+    popen = start_rl(tmp_path, settings, is_forked=False)
+    until((tmp_path / "run" / "checkpoints" / "step_14" / "COMPLETE").exists, popen, "the checkpoint of step 14")
+    popen.send_signal(signal.SIGKILL)
+    wait(popen)
+    resumed = rl(tmp_path, settings, "--resume")
+    assert loaded_versions(resumed)[-1] == 20 and max(decided_intervals(resumed)) > 1
     assert audit(resumed.run, payloads=True) == []

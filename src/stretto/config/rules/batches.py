@@ -21,6 +21,7 @@ from stretto.config.sections.orchestrator import (
     OrchestratorSection,
     SamplingOverrides,
     SamplingSection,
+    SteeringSection,
 )
 
 ENV_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]*")
@@ -253,6 +254,8 @@ def update_interval(s: OrchestratorSection, at: At) -> Problems:
             f"{every} leaves a batch waiting for weights that no engine gets: it may be {levels.path} + 1 = {level + 1}"
             f" at most; lower it{'' if s.colocate else f', or set {levels.path} = {interval - 1}'}",
         )
+    if s.steering is not None:
+        yield from _steered_interval(s, s.steering, at)
     if s.eval is None:
         return
     own = {f"eval.env.{index}.interval": env.interval for index, env in enumerate(s.eval.env)}
@@ -260,6 +263,19 @@ def update_interval(s: OrchestratorSection, at: At) -> Problems:
         if steps is not None and steps % interval:
             rule = f"{at(path)} is the eval of a version that no engine gets, with {every}"
             yield Problem((at(path), every), f"{rule}; use {_near(steps, interval)}, or another multiple")
+
+
+def _steered_interval(s: OrchestratorSection, section: SteeringSection, at: At) -> Problems:
+    """The most steps between two versions are no fewer than the fewest, and the level can rise with them."""
+    most, every, high = at("steering.max_update_interval"), at("weight_broadcast.interval"), at("steering.max_level")
+    if section.max_update_interval is None:
+        return
+    more = section.max_update_interval - s.weight_broadcast.interval
+    if more < 0:
+        yield Problem((most, every), f"{most} is below {every}, where it starts; raise it, or lower the other")
+    elif more > max(section.max_level - section.min_level, 0):
+        rule = f"{most} needs {high.path} = {section.min_level + more} or more, because the level rises with it"
+        yield Problem((most, high), f"{rule}; lower it, or raise the other")
 
 
 def _near(steps: int, interval: int) -> str:

@@ -53,6 +53,10 @@ def refused_values(c: RLConfig) -> dict[str, tuple[Any, str]]:
             c.deployment.type != "single_node",
             "the processes of this run are on one machine; leave [deployment] out",
         ),
+        "orchestrator.steering.max_update_interval": (
+            (steering := c.orchestrator.steering) is not None and steering.max_update_interval is not None,
+            REFUSED["weight_broadcast.interval"],
+        ),
         "trainer.hooks": (hooks, f"{no_code}; {OWN_TRAINER}"),
         "trainer.loss": (isinstance(c.trainer.loss, CustomLoss), f"{no_code}; use a loss with a name"),
         "ckpt.weights": (

@@ -336,16 +336,21 @@ class AdaptiveConcurrency(Section):
 class SteeringSection(Section):
     """Present: the run itself chooses how many steps generation is ahead, and with it the rollouts in flight, for most
     effective tokens per second: sampled tokens per second times their effective sample size. A higher level must earn
-    min_gain, so that ties go to fresher data. max_async_level is where it starts."""
+    min_gain, so that ties go to fresher data. max_async_level is where it starts. With max_update_interval it also
+    chooses how often engines get new weights."""
 
     min_level: int = Field(1, ge=1)
     """Lowest max_async_level."""
     max_level: int = Field(8, ge=1)
     """Highest max_async_level."""
+    max_update_interval: int | None = Field(None, ge=1)
+    """Most steps between two versions that engines get; weight_broadcast.interval is the fewest, and where it starts.
+    max_async_level rises with it. None: weight_broadcast.interval stays."""
     interval: int = Field(10, ge=2)
     """Steps that are measured for one decision, after those in which a change takes effect."""
     min_gain: float = Field(0.04, gt=0)
-    """How much more effective tokens per second a level must give than the one below it, per step of it."""
+    """How much more effective tokens per second a level must give than the one below it, per step of it; the same for
+    steps between two versions."""
     min_wait: float = Field(0.05, ge=0, lt=1)
     """A higher level is tried if the trainer has waited for more than this share of the time."""
     effective: Literal["tokens", "rollouts"] = "tokens"
@@ -354,6 +359,11 @@ class SteeringSection(Section):
     """Below this effective sample size the level is lowered, whatever the speed; one that should be is not tried."""
     retry: int = Field(8, ge=1)
     """Decisions after which a level that did not earn its gain is tried again; twice as many after each failure."""
+
+    def within(self, level: int, interval: int, least_interval: int) -> tuple[int, int]:
+        """A level and an interval of updates, brought between the bounds; least_interval: weight_broadcast.interval."""
+        interval = min(max(interval, least_interval), max(self.max_update_interval or 1, least_interval))
+        return min(max(level, self.min_level + interval - least_interval), self.max_level), interval
 
 
 Concurrency = Annotated[FixedConcurrency | AdaptiveConcurrency, Field(discriminator="type")]
@@ -382,7 +392,8 @@ class OrchestratorKeys(Section):
     token_batch_size: int | None = Field(None, gt=0)
     """Tokens, of prompts and replies, with which a batch is complete before it has batch_size rollouts, which must be
     given beside it. A batch always has whole groups; those that are left over are in the next batch, unless
-    max_off_policy_steps drops them. None: a batch is batch_size rollouts."""
+    max_off_policy_steps drops them; with batch_order = "finished" a batch takes more instead. None: a batch is
+    batch_size rollouts."""
     group_size: int = Field(8, gt=0)
     """Rollouts of one task that are compared."""
     row_tokens: int | None = Field(None, gt=1)

@@ -70,11 +70,6 @@ class WeightsSection(Section):
     """Largest mean difference of logprobs, nats; None: 0.001 if trainer and engine compute in float32, else 0.3; with
     engines in 8 bits what their rounding explains, which the trainer measures, if that is more."""
 
-    def is_sent(self, version: int, *, end: int | None) -> bool:
-        """Whether engines get `version`: each interval's, and the last (`end`). They also get what a start begins with,
-        and what a run has when it is stopped."""
-        return version % self.interval == 0 or version == end
-
 
 class ShmWeights(WeightsSection):
     """Weights travel through shared memory; trainer and engines are on one host."""

@@ -104,7 +104,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
         self._receiving = ThreadPoolExecutor(1, thread_name_prefix="engine-receive")  # one version after the other
-        self._updates: set[asyncio.Task[None]] = set()
+        self._updates: set[asyncio.Task[float]] = set()
 
     def submit(self, spec: GenerateRequest, *, is_streamed: bool = False) -> Ticket:
         """Queue a request.
@@ -172,8 +172,8 @@ class Engine:
         """The engine's metrics as Prometheus text."""
         return self.metrics.render(self.core, len(self._inbox) + len(self._held_requests))
 
-    async def update(self, manifest: WeightManifest, group: WeightGroup | None = None) -> None:
-        """Load new weights between two steps; running requests continue with them.
+    async def update(self, manifest: WeightManifest, group: WeightGroup | None = None) -> float:
+        """Load new weights between two steps; running requests continue with them. The seconds that it stood still.
 
         They are received and verified while steps run; the engine stands still for the copy alone. Only weights that
         are received on a GPU have no place beside those in use, and travel while it stands still.
@@ -190,9 +190,9 @@ class Engine:
         task = asyncio.create_task(self._update(manifest, group))
         self._updates.add(task)
         task.add_done_callback(self._updates.discard)
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
 
-    async def _update(self, manifest: WeightManifest, group: WeightGroup | None) -> None:
+    async def _update(self, manifest: WeightManifest, group: WeightGroup | None) -> float:
         started = time.perf_counter()
         device, info = self.core.cache.device, manifest.adapter
 
@@ -228,7 +228,7 @@ class Engine:
                 message = f"version {manifest.version} was loaded in part: {error}"
                 raise _PartialLoadError(message) from error
 
-        async def command() -> None:
+        async def command() -> float:
             stopped = time.perf_counter()
             if self.core.are_weights_away:
                 raise Refusal("the engine was put to sleep while the weights were on their way", 409)
@@ -239,9 +239,10 @@ class Engine:
             message = "loaded version=%d in %.1f ms, %.1f after it was there, running=%d waiting=%d"
             counts = self.core.scheduler.num_requests
             logger.info(message, manifest.version, (now - started) * 1e3, (now - stopped) * 1e3, *counts)
+            return now - stopped
 
         with contextlib.closing(tensors):
-            await self._between_steps(command)
+            return await self._between_steps(command)
 
     async def load_adapter(self, name: str, path: str, *, is_replacing: bool) -> None:
         """Serve the PEFT adapter in the directory `path` under a name.

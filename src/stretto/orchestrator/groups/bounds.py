@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,6 +53,17 @@ class Bounds:
     def max_replaced(self) -> int:
         """Zero-signal groups that are replaced by other draws, per batch."""
         return int((self.max_oversampling - 1) * self.groups_per_batch) if self.filter_zero_signal else 0
+
+    def num_due(self, left: Mapping[int, int], oldest_version: int) -> int:
+        """Groups that the next batch must take, because later ones have no room for so many of their age.
+
+        left: by version of their first token, groups that wait or run. oldest_version: the oldest that the next batch
+        may hold. Each later batch has room for groups_per_batch.
+        """
+        totals = zip(sorted(left), itertools.accumulate(left[version] for version in sorted(left)))
+        room = self.groups_per_batch
+        due = max((total - max(version - oldest_version, 0) * room for version, total in totals), default=0)
+        return min(due, room)
 
     def version_of(self, step: int) -> int:
         """The version that plays the batch of `step` in a deterministic run: the oldest that is allowed."""

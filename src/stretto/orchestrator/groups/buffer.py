@@ -4,7 +4,9 @@ Steps are counted from 1, policy versions from 0: step n trains on batch n and m
 step n may hold no rollout whose first token came from a version older than n-1-max_off_policy_steps. Batch n
 is not shipped before version n-1-max_async_level, or a newer one, is loaded, so generation is at most max_async_level
 steps ahead of the trained weights. If engines get every k-th version, k is at most max_async_level + 1: of any
-max_async_level + 1 versions in a row they get one, so the version for which a batch waits comes.
+max_async_level + 1 versions in a row they get one, so the version for which a batch waits comes. Where steering lowers
+the level while more versions in a row are not sent, generation is as far ahead as these until the next one is
+(`steps_ahead`).
 
 A group holds a slot from its draw until the weights it was trained into are loaded on every engine; there are
 (max_async_level + 1) batches of slots. Its states:
@@ -37,7 +39,8 @@ this one (`wait_for_turn`). So the draws of a batch are the shortest run of draw
 whatever the order in which they end.
 
 With tokens_per_batch a batch ends with the group that brings it to so many tokens. How many groups are drawn for it
-follows from the tokens of those that were played; groups that are left over are in the next batch unless too old.
+follows from the tokens of those that were played; groups that are left over are in the next batch unless too old. If
+keeps_late it takes more, up to groups_per_batch, where later batches could not take all that are left in time.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from enum import StrEnum
 
 from stretto.ledger.writer import Ledger
 from stretto.orchestrator.groups.bounds import Bounds
-from stretto.orchestrator.groups.ends import Ends
+from stretto.orchestrator.groups.ends import Counts
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Group, Task
 
@@ -128,21 +131,6 @@ class Slot:
         self.state = to
 
 
-@dataclass
-class Counts:
-    """Numbers of groups since the last batch; BatchShipper logs and resets them."""
-
-    drawn: int = 0
-    finished: int = 0
-    failed: int = 0
-    zero_signal: int = 0
-    rejected: int = 0
-    stale: int = 0
-    late_s: float = 0.0  # seconds for which the batch had enough groups and waited for others that would be late
-    ends: Ends = field(default_factory=Ends)  # of rollouts, by reason and length
-    flags: Counter[str] = field(default_factory=Counter)  # rollouts by the filter that flagged them
-
-
 @dataclass(eq=False)
 class Buffer:
     """All slots of a run. Used by one event loop; every method without `await` is atomic."""
@@ -155,6 +143,7 @@ class Buffer:
     slots: dict[int, Slot] = field(default_factory=dict)  # by draw number; not FAILED, LOADED or DROPPED ones
     is_closed: bool = False
     num_replaced: int = 0  # zero-signal groups since the last batch
+    num_unsent: int = 0  # latest shipped steps whose versions engines do not get
     num_rejected: int = 0  # groups that gates and filters rejected since the last batch
     max_running: int | None = None  # groups; set by adaptive concurrency
     recorded_sizes: dict[int, int] = field(default_factory=dict)  # groups of batches that were recorded, by step
@@ -183,7 +172,7 @@ class Buffer:
         """
         waiting = self._num_by_state[SlotState.RUNNING] + self._num_by_state[SlotState.READY] - num_put_back
         bounds = self.bounds
-        if self.is_closed or waiting + self._num_by_state[SlotState.SHIPPED] + num_groups > bounds.num_slots:
+        if self.is_closed or waiting + self._num_by_state[SlotState.SHIPPED] + num_groups > self.num_slots:
             return False
         if bounds.is_deterministic and (
             self.version != bounds.version_of(self.next_step) or waiting + num_groups > bounds.groups_per_batch
@@ -317,9 +306,13 @@ class Buffer:
         """All READY groups in draw order, from which the next batch may be chosen."""
         return sorted(self._in(SlotState.READY), key=lambda slot: slot.group_id)
 
-    def ship(self, chosen: list[Slot], discarded: list[Slot]) -> None:
-        """Record that the chosen groups are shipped, and drop the discarded and the stale ones."""
+    def ship(self, chosen: list[Slot], discarded: list[Slot], *, is_sent: bool = True) -> None:
+        """Record that the chosen groups are shipped, and drop the discarded and the stale ones.
+
+        is_sent: do engines get the version that the step makes?
+        """
         step = self.next_step
+        self.num_unsent = 0 if is_sent else self.num_unsent + 1
         for slot in chosen:
             assert not self._is_stale(slot), f"group {slot.group_id} is too old for step {step}"
             slot.step = step
@@ -380,13 +373,23 @@ class Buffer:
     def gauges(self) -> dict[str, int]:
         """Number of groups per state, the next step and the loaded version."""
         depths = {str(state): num for state, num in self._num_by_state.items() if num}
-        return {"next_step": self.next_step, "version": self.version, "slots": self.bounds.num_slots, **depths}
+        return {"next_step": self.next_step, "version": self.version, "slots": self.num_slots, **depths}
 
     def staleness(self, slot: Slot) -> int:
         """Versions between a group's first token and the version that its step starts from."""
         if slot.is_frozen:
             return 0
         return (slot.step or self.next_step) - 1 - slot.first_version
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that generation may be ahead now."""
+        return max(self.bounds.max_steps_ahead, self.num_unsent)
+
+    @property
+    def num_slots(self) -> int:
+        """Groups that may run, wait or be in training now."""
+        return max(self.bounds.num_slots, (self.num_unsent + 1) * self.bounds.groups_per_batch)
 
     @property
     def oldest_version(self) -> int:
@@ -410,7 +413,7 @@ class Buffer:
     @property
     def _needed_version(self) -> int:
         """The version from which on generation is not too far ahead of the next batch's step."""
-        return self.next_step - 1 - self.bounds.max_steps_ahead
+        return self.next_step - 1 - self.steps_ahead
 
     def _are_too_many(self, num_groups: int) -> bool:
         """Are these more groups than generation may be ahead, by the tokens of those played?
@@ -424,7 +427,7 @@ class Buffer:
             return num_groups > bounds.groups_per_batch
         per_batch = math.ceil((bounds.tokens_per_batch or 0) * self._num_played / max(self._num_tokens, 1))
         size = min(max(per_batch, bounds.min_groups), bounds.groups_per_batch)
-        return num_groups > max(bounds.max_steps_ahead + 1, bounds.oversampling_factor or 0) * size
+        return num_groups > max(self.steps_ahead + 1, bounds.oversampling_factor or 0) * size
 
     def _may_ship(self) -> bool:
         if self.version < self._needed_version:
@@ -446,13 +449,20 @@ class Buffer:
             return recorded if num_ready >= recorded else None
         if bounds.tokens_per_batch is not None:
             num_fillers = num_ready - len(self._preferred)  # further ones have been replaced
-            num_tokens = 0
-            ordered = itertools.chain(self._in_order(), self._fillers[:num_fillers])
+            num_tokens, in_order = 0, self._in_order()
+            ordered = itertools.chain(in_order, self._fillers[:num_fillers])
             for count, group_id in enumerate(itertools.islice(ordered, bounds.groups_per_batch), 1):
                 num_tokens += self.slots[group_id].num_tokens
                 if num_tokens >= bounds.tokens_per_batch and count >= bounds.min_groups:
-                    return count
+                    size = max(count, self._num_due(in_order)) if bounds.keeps_late else count
+                    return size if size <= num_ready else None
         return bounds.groups_per_batch if num_ready >= bounds.groups_per_batch else None
+
+    def _num_due(self, in_order: list[int]) -> int:
+        """Groups that the next batch must take, whatever its tokens; in_order: the preferred ones, the oldest first."""
+        ready = [self.slots[group_id] for group_id in in_order]
+        left = Counter(_age_of(slot) for slot in ready if not slot.is_frozen) + self._running_by_version
+        return self.bounds.num_due(left, self.oldest_version)
 
     def _last_of_batch(self, num_groups: int) -> int:
         """The highest draw number that `_choose` would return."""

@@ -42,3 +42,18 @@ class Ends:
             row["outcomes/left_out_long"] = float(left_out[is_long].mean())
             row["outcomes/left_out_short"] = float(left_out[~is_long].mean())
         return row
+
+
+@dataclass
+class Counts:
+    """Numbers of groups since the last batch; BatchShipper logs and resets them."""
+
+    drawn: int = 0
+    finished: int = 0
+    failed: int = 0
+    zero_signal: int = 0
+    rejected: int = 0
+    stale: int = 0
+    late_s: float = 0.0  # seconds for which the batch had enough groups and waited for others that would be late
+    ends: Ends = field(default_factory=Ends)  # of rollouts, by reason and length
+    flags: Counter[str] = field(default_factory=Counter)  # rollouts by the filter that flagged them

@@ -17,7 +17,8 @@ from stretto.monitors.monitor import Values
 from stretto.orchestrator.batch import build_samples, pack, whiten_samples
 from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.eval.results import example_rows
-from stretto.orchestrator.groups.buffer import Counts, Slot
+from stretto.orchestrator.groups.buffer import Slot
+from stretto.orchestrator.groups.ends import Counts
 from stretto.orchestrator.groups.filters import mean_reward
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.telemetry import StepRow
@@ -143,6 +144,7 @@ class BatchShipper:
             pack(
                 samples,
                 step=step,
+                is_sent=(is_sent := run.versions.decide(step)),
                 seq_len=self.cfg.seq_len,
                 row_tokens=self.cfg.row_tokens,
                 world_size=self.cfg.num_train_workers,
@@ -168,7 +170,7 @@ class BatchShipper:
         await asyncio.sleep(0)
         run.ledger.batch_shipped(step, [slot.group_id for slot in slots])
         await asyncio.sleep(0)
-        self.buffer.ship(slots, discarded)
+        self.buffer.ship(slots, discarded, is_sent=is_sent)
         row.metrics["groups/unaccounted"] = float(self.buffer.num_unaccounted)
         row.metrics["time/pack"] = time.perf_counter() - started
         row.idle_s, self.idle_s = self.buffer.idle_s - self.idle_s, self.buffer.idle_s

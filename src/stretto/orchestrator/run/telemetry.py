@@ -82,6 +82,12 @@ def report_eval(version: int, scores: Sequence[EvalScore]) -> None:
     )
 
 
+def _setting_of(run: RunParts) -> dict[str, float]:
+    """What steering has set."""
+    level, interval = run.buffer.bounds.max_async_level, run.versions.interval
+    return {"steering/level": float(level), "steering/update_interval": float(interval)}
+
+
 class StepReports:
     """Reports trained steps: progress, metrics, the line on the console, and warnings."""
 
@@ -147,7 +153,7 @@ class StepReports:
             "time/wait_for_rollouts": done.wait_s,
             "time/update_weights": run.versions.load_s,
             "canary/error": run.versions.canary_error,
-            **({} if run.cfg.steering is None else {"steering/level": float(run.buffer.bounds.max_async_level)}),
+            **({} if run.cfg.steering is None else _setting_of(run)),
             **({} if self._limit is None else {"concurrency/limit": float(self._limit.limit)}),
             # The ends of two steps may arrive together: then only the trainer knows how long the second one took.
             "tokens_per_s": row.num_tokens / max(step_s, done.time_s),

@@ -1,9 +1,9 @@
 """Loads the versions that the trainer publishes into all engines, one by one.
 
-The trainer publishes what a start begins with, each version of weight_broadcast.interval, and the last one. States of a
-version: published (announced by the trainer) -> loaded (acknowledged by every engine). A version is
-used only after it is loaded: a completion stamped v must have been sampled from weights v. Running requests
-continue through an update; the engines take care of that.
+The trainer publishes what a start begins with, the versions whose batches say so (`decide`), and the last one. States
+of a version: due (its batch is shipped) -> published (announced by the trainer) -> loaded (acknowledged by every
+engine). A version is used only after it is loaded: a completion stamped v must have been sampled from weights v.
+Running requests continue through an update; the engines take care of that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -39,18 +40,22 @@ class VersionLoader:
         timeout_s: float,
         interval: int = 1,
         end: int | None = None,
+        is_evaluated: Callable[[int], bool] = lambda version: False,
         tolerance: float | None = None,
         generation: Callable[[], int] = lambda: 0,
         devices: SharedDevices | None = None,
     ) -> None:
-        """interval: steps between two versions. end: the last one, which comes in any case; that of a stopped run, too.
+        """interval: steps between two versions, which steering may change. end: the last one, which comes in any case,
+        as those that `is_evaluated`, and the last of a stopped run.
 
         tolerance: of the canary check, in nats; None: `canary.tolerance_of` it. devices: of a run with [colocate].
         generation: returns a number that grows whenever an engine goes down or comes back.
         """
         self._start, self._loaded = start, -1
-        self._interval, self._end = interval, end
-        self._due: int | None = start  # the next version; None after the last one of a stopped run
+        self.interval, self._end, self._is_evaluated = interval, end, is_evaluated
+        self._due = deque([start])  # versions that the trainer has to publish
+        self._decided = start  # the newest version of which is known whether engines get it
+        self._is_stopped = False  # a version came that was not due: the last one of a stopped run
         self.load_s = 0.0  # of the latest load
         self._engines, self._ledger, self._timeout_s = engines, ledger, timeout_s
         self._check_canary, self._generation = CanaryCheck(tolerance), generation
@@ -60,16 +65,28 @@ class VersionLoader:
         self._published: asyncio.Queue[WeightManifest] = asyncio.Queue()
         self._newest = start - 1
 
+    def decide(self, step: int) -> bool:
+        """Whether engines get the version that `step` makes: each of the interval, evaluated ones, and the last."""
+        assert step == self._decided + 1, f"step {step} is decided after {self._decided}"
+        self._decided = step
+        if is_sent := step == self._after(step - 1) or self._is_evaluated(step):
+            self._due.append(step)
+        return is_sent
+
     def on_published(self, manifest: WeightManifest) -> None:
         """Queue a version that the trainer has published."""
         version = manifest.version
-        if self._due is None or not self._newest < version <= self._due:
-            due = "none" if self._due is None else f"version {self._due}"
+        next_due = self._due[0] if self._due else self._decided
+        if self._is_stopped or not self._newest < version <= next_due:
+            due = "none" if self._is_stopped or not self._due else f"version {next_due}"
             raise WireError(
-                f"the trainer published version {version} after {self._newest}, and {due} is due; trainer and "
-                "orchestrator need the same weight_broadcast.interval and max_steps"
+                f"the trainer published version {version} after {self._newest}, and {due} is due; batches say which "
+                "versions are"
             )
-        self._due = self._after(version) if version == self._due else None
+        if self._due and version == next_due:
+            self._due.popleft()
+        else:
+            self._is_stopped = True
         self._newest = version
         self._published.put_nowait(manifest)
 
@@ -135,12 +152,12 @@ class VersionLoader:
 
     @property
     def next_version(self) -> int:
-        """The version that is due to be loaded."""
+        """The version that is due to be loaded, if the interval stays as it is."""
         return self._start if self._loaded < 0 else self._after(self._loaded)
 
     def _after(self, version: int) -> int:
         """The version that is due after `version`."""
-        following = (version // self._interval + 1) * self._interval
+        following = (version // self.interval + 1) * self.interval
         return following if self._end is None or version >= self._end else min(following, self._end)
 
     @property

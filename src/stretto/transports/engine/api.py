@@ -81,6 +81,11 @@ class EngineStopping(EngineError):
     """The engine was told to end while this request was running; nothing is wrong with it."""
 
 
+def sleep_route(level: int) -> str:
+    """SLEEP with its query: requests are aborted."""
+    return f"{SLEEP}?level={level}&mode=abort"
+
+
 def pause_mode(query: Mapping[str, str]) -> str:
     """The mode in a query of PAUSE. Raises: Refusal for an unknown one."""
     mode = query.get("mode", "abort")

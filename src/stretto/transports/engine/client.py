@@ -94,6 +94,7 @@ class EngineClient:
         )  # fmt: skip
         self._routed = RoutedFleet(self.urls if self._is_routed else (), self.fleet, api_key)
         self.num_replies = 0  # requests that were answered
+        self.paused_s = 0.0  # for how long the slowest engine computed nothing in the latest update
         self._handover = Handover(self.fleet, self._routed, self._admin, liveness_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
@@ -173,7 +174,7 @@ class EngineClient:
                 if len(self.admin_urls) > 1:
                     await self._group_nodes(self.fleet.ready())
                 # An engine that has just come back has the previous version; one that comes back later loads this one.
-                self._manifest = manifest
+                self._manifest, self.paused_s = manifest, 0.0
                 failures = await self._load_all(self.fleet.whole_engines(to_retry) or self.fleet.ready())
             # If engines receive together, a dying one makes the others fail, which then try again.
             to_retry = []
@@ -306,7 +307,7 @@ class EngineClient:
         self._load_between_steps.difference_update(urls)
         if self._sleep_level is not None and "weights" in self._asleep:
             # The trainer uses the device: this engine wakes up with the others, and then loads the next version.
-            await _gather_all(self._admin(url, _sleep_route(self._sleep_level)) for url in urls)
+            await _gather_all(self._admin(url, api.sleep_route(self._sleep_level)) for url in urls)
             return
         if self._sleep_level is not None:  # one that did not answer may sleep
             await _gather_all(self._admin(url, f"{api.WAKE_UP}?tags=weights") for url in urls)
@@ -358,15 +359,18 @@ class EngineClient:
         update = updates.encode_update(manifest, group)
         if url in self._load_between_steps:
             self._load_between_steps.discard(url)
-            await self._admin(url, api.UPDATE_WEIGHTS, update)
+            paused_s = updates.decode_paused_s(await self._admin(url, api.UPDATE_WEIGHTS, update))
             self._load_between_steps.add(url)
+            self.paused_s = max(self.paused_s, paused_s)
             return
+        paused = time.perf_counter()
         await self._admin(url, f"{api.PAUSE}?mode=keep&clear_cache=false")
         started = await self._admin(url, api.START_UPDATE)
         await self._admin(url, api.UPDATE_WEIGHTS, update)
         await self._admin(url, api.FINISH_UPDATE, updates.encode_finish(manifest.version))
         if not self._asleep:  # else waiting requests have no cache; they continue when the engine is woken
             await self._admin(url, api.RESUME)
+        self.paused_s = max(self.paused_s, time.perf_counter() - paused)
         if updates.decode_started(started):
             self._load_between_steps.add(url)
 
@@ -510,7 +514,7 @@ class EngineClient:
         async with self.fleet.updating:
             self._asleep, self._sleep_level = {*api.SLEEP_TAGS}, level
             self._handover.num_aborts += 1
-            await self._admin_ready(_sleep_route(level))
+            await self._admin_ready(api.sleep_route(level))
 
     async def wake_up(self, tag: str) -> None:
         """Have every engine allocate memory again: for `weights`, and, after these are loaded, for `kv_cache`."""
@@ -568,9 +572,8 @@ class EngineClient:
 async def _gather_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     """The results of all calls; the first failure is raised after all have ended."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
+    if failures := [answer for answer in answers if isinstance(answer, BaseException)]:
+        raise failures[0]
     return answers
 
 
@@ -589,10 +592,6 @@ async def _gather_loads(loads: list[asyncio.Task[None]], grace_s: float | None) 
     outcomes = await asyncio.gather(*loads, return_exceptions=True)
     too_late = EngineError(f"its update did not end within {grace_s} s after that of another engine failed")
     return [too_late if load in late else outcome for load, outcome in zip(loads, outcomes)]
-
-
-def _sleep_route(level: int) -> str:
-    return f"{api.SLEEP}?level={level}&mode=abort"
 
 
 def _root(url: str) -> str:

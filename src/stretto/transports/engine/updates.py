@@ -71,6 +71,20 @@ def decode_started(data: bytes) -> bool:
     return isinstance(answer, dict) and answer.get("loads_between_steps") is True
 
 
+def encode_updated(version: str, paused_s: float) -> bytes:
+    """The answer of UPDATE_WEIGHTS; paused_s: for how long the engine computed nothing."""
+    return msgspec.json.encode({"message": "Weights updated", "weight_version": version, "paused_s": paused_s})
+
+
+def decode_paused_s(data: bytes) -> float:
+    """The seconds for which an engine that loads between two steps computed nothing; 0 if it does not tell."""
+    try:
+        answer = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return 0.0
+    return float(answer.get("paused_s", 0.0)) if isinstance(answer, dict) else 0.0
+
+
 def encode_finish(version: int) -> bytes:
     """The body of FINISH_UPDATE: the version with which tokens are marked from now on."""
     return msgspec.json.encode(FinishBody(str(version)))

@@ -39,13 +39,13 @@ def build(**bounds):
     return Buffer(Bounds(**bounds), Drops())
 
 
-def group_of(group_id, version):
+def group_of(group_id, version, num_tokens=2):
     branch = Branch(
-        token_ids=np.zeros(2, np.int32),
-        is_sampled=np.array([False, True]),
-        logprobs=np.zeros(2, np.float32),
+        token_ids=np.zeros(num_tokens, np.int32),
+        is_sampled=np.arange(num_tokens) > 0,
+        logprobs=np.zeros(num_tokens, np.float32),
         temperature=1.0,
-        versions=(VersionSpan(version, 1, 2),),
+        versions=(VersionSpan(version, 1, num_tokens),),
     )
     rollout = Rollout(
         rollout_id=f"g{group_id}.0",
@@ -58,8 +58,8 @@ def group_of(group_id, version):
     return Group(group_id=group_id, task=TASK, rollouts=(rollout,))
 
 
-def finish(buffer, slot, has_signal=True, version=None):
-    group = group_of(slot.group_id, slot.version if version is None else version)
+def finish(buffer, slot, has_signal=True, version=None, num_tokens=2):
+    group = group_of(slot.group_id, slot.version if version is None else version, num_tokens)
     buffer.complete(slot, group, has_signal=has_signal)
 
 
@@ -310,9 +310,21 @@ def slow_choice(buffer):
     ordered = (by_age if buffer.bounds.keeps_late else by_number)(usable) + by_number(unused + spare)
     bounds, size = buffer.bounds, buffer.bounds.groups_per_batch
     if bounds.tokens_per_batch is not None:
-        filled = [n for n in range(bounds.min_groups, len(ready) + 1) if 2 * n >= bounds.tokens_per_batch]
-        size = min([size, *filled])  # each group has two tokens
+        tokens_of = lambda n: sum(slot.num_tokens for slot in ordered[:n])
+        filled = [n for n in range(bounds.min_groups, len(ready) + 1) if tokens_of(n) >= bounds.tokens_per_batch]
+        size = min([size, *filled])
+        while bounds.keeps_late and size < bounds.groups_per_batch and lacks_room(buffer, usable, ordered[:size]):
+            size += 1
     return by_number(ordered[:size])
+
+
+def lacks_room(buffer, usable, chosen):
+    """Would batches of groups_per_batch groups after this one be too few for those that are left, in time?"""
+    running = [s.started_with for s in buffer.slots.values() if s.state is SlotState.RUNNING]
+    left = [*running, *(s.first_version for s in usable if s not in chosen)]
+    bounds, oldest = buffer.bounds, buffer.next_step - buffer.bounds.max_off_policy_steps
+    room = lambda version: max(version + 1 - oldest, 0) * bounds.groups_per_batch
+    return any(sum(age <= version for age in left) > room(version) for version in set(left))
 
 
 bounds = st.fixed_dictionaries(
@@ -356,8 +368,7 @@ def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, r
     order = bounds.pop("order")
     keeps_late = order == "finished, nothing late"
     buffer = build(**bounds, is_in_dispatch_order=order == "dispatch", keeps_late=keeps_late)
-    is_in_time = keeps_late and bounds["tokens_per_batch"] is None
-    is_in_time &= bounds["max_async_level"] <= bounds["max_off_policy_steps"]
+    is_in_time = keeps_late and bounds["max_async_level"] <= bounds["max_off_policy_steps"]
     group_id, shipped_ids = 0, set()
     for fate in fates:
         for slot in start_all(buffer, first=group_id):
@@ -372,13 +383,14 @@ def test_whatever_happens_no_slot_leaks_and_no_batch_is_too_old(bounds, fates, r
             if fate == "fail":
                 buffer.fail(slot)
             else:
-                finish(buffer, slot, has_signal=fate == "signal")
+                finish(buffer, slot, has_signal=fate == "signal", num_tokens=rng.randint(1, 6))
         assert num_held(buffer) <= buffer.bounds.num_slots and buffer.num_unaccounted == 0
         if buffer._may_ship():
             step, chosen = buffer.next_step, buffer._choose()
             assert chosen == slow_choice(buffer)
             assert keeps_late or buffer._last_of_batch(len(chosen)) == chosen[-1].group_id
-            assert len(chosen) == buffer.bounds.groups_per_batch or 2 * len(chosen) >= bounds["tokens_per_batch"]
+            num_tokens = sum(slot.num_tokens for slot in chosen)
+            assert len(chosen) == buffer.bounds.groups_per_batch or num_tokens >= bounds["tokens_per_batch"]
             ids = [slot.group_id for slot in chosen]
             assert ids == sorted(ids) and not set(ids) & shipped_ids
             shipped_ids |= set(ids)

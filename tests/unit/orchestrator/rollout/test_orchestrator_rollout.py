@@ -403,6 +403,7 @@ def test_a_version_counts_only_when_every_engine_has_loaded_it():
         engine, versions = FakeEngine(parrot(1.0), load_delay=5.0), Versions()
         policy = VersionLoader(engine, versions, start=0, timeout_s=60.0)
         policy.on_published(manifest(0))
+        assert policy.decide(1)
         policy.on_published(manifest(1))
         loading = asyncio.ensure_future(policy.load_next())
         await asyncio.sleep(1.0)
@@ -427,22 +428,38 @@ def test_a_version_that_is_skipped_is_refused():
 
 
 def test_versions_are_those_of_the_interval_and_the_last_one():
-    def published(*versions, start=0):
-        policy = VersionLoader(FakeEngine(parrot(1.0)), Versions(), start=start, timeout_s=5.0, interval=3, end=8)
+    def loader(start=0, **settings):
+        return VersionLoader(FakeEngine(parrot(1.0)), Versions(), start=start, timeout_s=5.0, end=8, **settings)
+
+    def sent(policy, *steps):
+        return [step for step in steps if policy.decide(step)]
+
+    policy = loader(interval=3)
+    assert sent(policy, *range(1, 5)) == [3]
+    policy.interval = 2  # steering
+    assert sent(policy, *range(5, 9)) == [6, 8]
+    assert sent(loader(interval=4, is_evaluated=lambda version: version % 3 == 0), *range(1, 9)) == [3, 4, 6, 8]
+
+    def published(*versions, start=0, decided=8):
+        policy = loader(start, interval=3)
+        sent(policy, *range(start + 1, decided + 1))
         for version in versions:
             policy.on_published(manifest(version))
 
     published(0, 3, 6, 8)
     published(4, 6, 8, start=4)
     published(0, 3, 5)  # a run that is stopped
+    published(0, 3, 4, decided=4)
     for wrong, told in {
         (0, 1, 3): "none",
         (0, 6): "version 3",
         (0, 3, 6, 7, 8): "none",
         (0, 3, 3): "version 6",
     }.items():
-        with pytest.raises(WireError, match=f"and {told} is due; .* same weight_broadcast.interval"):
+        with pytest.raises(WireError, match=f"and {told} is due; batches say which versions are"):
             published(*wrong)
+    with pytest.raises(WireError, match="published version 5 after 3, and none is due"):
+        published(0, 3, 5, decided=4)
 
 
 # -- evals --

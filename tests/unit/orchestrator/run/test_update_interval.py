@@ -25,13 +25,11 @@ def versions_of(run_dir):
     return [row["version"] for row in loaded], [(r["step"], r["first_version"], r["last_version"]) for r in rows]
 
 
-def ends(seed, interval, *, max_steps, start=0):
+def ends(seed, *, max_steps, start=0):
     rng = random.Random(seed)
     engine = FakeEngine(parrot(0.5), delay=lambda _: rng.lognormvariate(0.0, 1.0))
     delay = rng.choice([0.1, 1.0, 5.0])
-    trainer = FakeTrainer(
-        max_steps=max_steps, start=start, update_interval=interval, checkpoint_every=2, step_delay=lambda _: delay
-    )
+    trainer = FakeTrainer(max_steps=max_steps, start=start, checkpoint_every=2, step_delay=lambda _: delay)
     return engine, trainer
 
 
@@ -51,7 +49,7 @@ def ends(seed, interval, *, max_steps, start=0):
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_are_of_every_kth_version_and_no_older_than_the_level_allows(tmp_path, level, interval, more, seed):
     cfg = config(tmp_path, max_steps=11, max_async_level=level, weight_broadcast={"interval": interval}, **more)
-    loop = train(cfg, *ends(seed, interval, max_steps=11))
+    loop = train(cfg, *ends(seed, max_steps=11))
     assert loop.progress.step == 11
     loaded, rollouts = versions_of(cfg.run_dir)
     assert loaded == [*range(0, 11, interval), *([11] if 11 % interval else [])]
@@ -69,7 +67,7 @@ def test_a_run_goes_on_from_any_phase_of_the_interval(tmp_path, kind, seconds):
 
     settings = {"max_steps": 12, "max_async_level": 2, "weight_broadcast": {"interval": 3}}
     cfg = config(tmp_path, **settings)
-    engine, trainer = ends(5, 3, max_steps=12)
+    engine, trainer = ends(5, max_steps=12)
     trainer.step_delay = lambda _: 1.5
     run_once(cfg, engine, trainer, CharRenderer(), **{kind: seconds})
     step = cfg.run_dir.latest_complete_checkpoint()
@@ -77,7 +75,7 @@ def test_a_run_goes_on_from_any_phase_of_the_interval(tmp_path, kind, seconds):
     if kind == "stop_at":
         assert versions_of(cfg.run_dir)[0][-1] == trainer.step == step, "engines have the last version"
     resumed = config(tmp_path, **settings, resume={})
-    loop = train(resumed, *ends(6, 3, max_steps=12, start=step))
+    loop = train(resumed, *ends(6, max_steps=12, start=step))
     assert loop.progress.step == 12
     _, rollouts = versions_of(cfg.run_dir)
     assert {v for _, *versions in rollouts for v in versions if v % 3} <= {step}
@@ -88,15 +86,14 @@ def test_a_run_without_a_trainer_has_the_versions_of_one(tmp_path):
     cfg = config(tmp_path, max_steps=5, max_async_level=1, weight_broadcast={"interval": 2}, debug="rollouts")
     from stretto.orchestrator.alone import AbsentTrainer
 
-    trainer = AbsentTrainer(1, 0, 5, is_sent=lambda version: cfg.weight_broadcast.is_sent(version, end=5))
-    train(cfg, FakeEngine(parrot(0.5)), trainer)
+    train(cfg, FakeEngine(parrot(0.5)), AbsentTrainer(1, 0, 5))
     assert versions_of(cfg.run_dir)[0] == [0, 2, 4, 5]
 
 
 def test_evals_are_of_versions_that_engines_have(tmp_path):
     evals = {"interval": 4, "num_examples": 4, "env": [{"id": "fakes:EchoEnv"}]}
     cfg = config(tmp_path, max_steps=9, max_async_level=1, weight_broadcast={"interval": 2}, eval=evals)
-    train(cfg, *ends(1, 2, max_steps=9))
+    train(cfg, *ends(1, max_steps=9))
     rows = read_metrics(cfg.run_dir.metrics("orchestrator"))
     assert [row["step"] for row in rows if any(name.startswith("eval/") for name in row)] == [0, 4, 8, 9]
 

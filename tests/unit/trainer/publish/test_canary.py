@@ -161,6 +161,7 @@ def test_a_check_is_asked_for_until_the_engines_that_are_there_have_passed_one()
 
     def next_version(version: int, canary: Canary | None) -> None:
         told = msgspec.structs.replace(TIED, version=version, canary=canary)
+        assert version == 0 or policy.decide(version)
         policy.on_published(told)
         asyncio.run(policy.load_next())
 

@@ -1,0 +1,312 @@
+"""[orchestrator.steering] with max_update_interval: engines get new weights as often as they are worth it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+import pytest
+from fakes import CharRenderer, FakeEngine, FakeTrainer, parrot
+from orchestrator_runs import config, run_once, train
+
+from stretto.base.errors import ConfigError
+from stretto.config.load import load
+from stretto.config.root import RLConfig
+from stretto.config.sections.orchestrator import SteeringSection
+from stretto.ledger.audit import audit
+from stretto.ledger.reader import LedgerReader
+from stretto.monitors.file import read_metrics
+from stretto.orchestrator.run.steering import Steering
+
+STEPS = 200
+
+
+class StandingEngine(FakeEngine):
+    """An engine that computes nothing while it loads a version: running requests end so much later."""
+
+    def __init__(self, *settings, **more) -> None:
+        super().__init__(*settings, **more)
+        self.stood_s, self._is_running = 0.0, asyncio.Event()
+        self._is_running.set()
+
+    async def _wait(self, request_id: str, delay_s: float) -> float:
+        now = asyncio.get_running_loop().time
+        end = now() + delay_s
+        while now() < end - 1e-9 or not self._is_running.is_set():
+            before = self.stood_s
+            await self._is_running.wait()
+            await asyncio.sleep(max(end - now(), 0.0))
+            await self._is_running.wait()
+            end += self.stood_s - before
+        return 1.0
+
+    async def update_weights(self, manifest) -> None:
+        if manifest.version and self.load_delay:
+            self._is_running.clear()
+            await super().update_weights(manifest)
+            self.stood_s += self.load_delay
+            self._is_running.set()
+        else:
+            self.version = manifest.version
+
+
+class AgingTrainer(FakeTrainer):
+    """Tokens lose `decay` of their worth with each version of age, as the effective sample size says."""
+
+    def __init__(self, decay: float, **settings) -> None:
+        super().__init__(**settings)
+        self.decay, self.worth = decay, []  # seconds, and effective tokens, of each step
+
+    def _emit(self, message) -> None:
+        if isinstance(metrics := getattr(message, "metrics", None), dict) and "loss/mean" in metrics:
+            rows = [row for batch in self.batches[-1] for row in batch.micro_batches]
+            ages = [message.step - 1 - version for row in rows for version in row.first_versions]
+            metrics["ess/tokens"] = fmean(math.exp(-self.decay * age) for age in ages)
+            tokens = sum(int(row.loss_mask.sum()) for row in rows)
+            self.worth.append((asyncio.get_running_loop().time(), tokens * metrics["ess/tokens"]))
+        super()._emit(message)
+
+
+def ends(path, seed, level, interval=1, steering=None, *, play_s, train_s, publish_s, load_s, decay, start=0, **more):
+    """The config, engine and trainer of a run whose rollouts take log-normal times."""
+    rng, steps = random.Random(seed), more.pop("steps", STEPS)
+    engine = StandingEngine(parrot(0.5), delay=lambda _: play_s * rng.lognormvariate(0.0, 0.5), load_delay=load_s)
+    trainer = AgingTrainer(
+        decay, max_steps=steps, start=start, publish_s=publish_s, checkpoint_every=more.pop("checkpoint_every", None),
+        step_delay=lambda _: train_s * rng.lognormvariate(0.0, 0.2),
+    )  # fmt: skip
+    given = {} if steering is None else {"steering": steering}
+    cfg = config(
+        path, max_steps=steps, max_async_level=level, batch_size=32, group_size=4, filter_zero_advantages=False,
+        weight_broadcast={"interval": interval}, **given, **more,
+    )  # fmt: skip
+    return cfg, engine, trainer
+
+
+def run(*given, **more):
+    """Such a run; its trainer and loop."""
+    cfg, engine, trainer = ends(*given, **more)
+    return trainer, train(cfg, engine, trainer)
+
+
+def time_to(worth, goal):
+    """Seconds until so many effective tokens are trained."""
+    totals = accumulate(tokens for _, tokens in worth)
+    return next(at for (at, _), total in zip(worth, totals, strict=True) if total >= goal)
+
+
+def decisions(run_dir):
+    with LedgerReader(run_dir) as reader:
+        return [event["data"] for event in reader.events("steering")]
+
+
+def sent(run_dir):
+    with LedgerReader(run_dir) as reader:
+        rows = reader.rows("SELECT DISTINCT version FROM versions WHERE state = 'loaded' ORDER BY version")
+    return [row["version"] for row in rows]
+
+
+TASKS = {
+    "engines stand still": {"play_s": 6, "train_s": 6, "publish_s": 0, "load_s": 10, "decay": 0.01},
+    "publishing is slow": {"play_s": 2, "train_s": 6, "publish_s": 8, "load_s": 0.1, "decay": 0.01},
+    "slow, but tokens age": {"play_s": 6, "train_s": 6, "publish_s": 1, "load_s": 1.5, "decay": 0.3},
+    "updates cost nothing": {"play_s": 6, "train_s": 6, "publish_s": 0.01, "load_s": 0.01, "decay": 0.02},
+}
+FIXED = ((1, 1), (4, 1), (8, 1), (2, 2), (4, 2), (8, 4))
+"""Levels, and steps between two versions."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("seed", [2001, 2002])
+def test_a_steered_run_is_nearly_as_fast_as_the_best_setting_and_no_slower_than_with_every_version(
+    tmp_path, name, seed
+):
+    fixed = {at: run(tmp_path / "{}-{}".format(*at), seed, *at, **TASKS[name])[0].worth for at in FIXED}
+    goal = 0.9 * min(sum(tokens for _, tokens in worth) for worth in fixed.values())
+    times = {at: time_to(worth, goal) for at, worth in fixed.items()}
+    trainer, loop = run(tmp_path / "steered", seed, 1, steering={"max_update_interval": 4}, **TASKS[name])
+    took = time_to(trainer.worth, goal)
+    assert took <= 1.1 * min(times.values())
+    assert took <= 1.05 * min(each for (_, interval), each in times.items() if interval == 1)
+    assert decisions(loop.parts.run_dir) and not audit(loop.parts.run_dir)
+
+
+@pytest.mark.heavy
+def test_each_decision_is_a_row_and_the_versions_that_engines_get_follow_it(tmp_path):
+    evals = {"interval": 7, "num_examples": 4, "env": [{"id": "fakes:EchoEnv"}]}
+    steering = {"max_update_interval": 3, "interval": 4, "max_level": 6}
+    task = TASKS["engines stand still"]
+    _, loop = run(tmp_path, 7, 1, steering=steering, eval=evals, **task, steps=40)
+    run_dir, rows = loop.parts.run_dir, decisions(loop.parts.run_dir)
+    assert all(a["update_interval"] == b["update_interval_before"] for a, b in pairwise(rows))
+    assert rows[0]["update_interval_before"] == 1 and rows[-1]["update_interval"] == 3
+    assert any(row["pause_s"] == task["load_s"] for row in rows), "measured, not given"
+    steps = {row["step"]: row for row in read_metrics(run_dir.metrics("orchestrator")) if "time/step" in row}
+    for row in rows[:-1]:
+        assert steps[row["step"] + 1]["steering/update_interval"] == row["update_interval"]
+    versions, raised = sent(run_dir), next(row["step"] for row in rows if row["update_interval"] == 3)
+    shipped = raised + 7  # batches that were under way then
+    assert versions[: raised + 1] == [*range(raised + 1)]
+    expected = [v for v in range(shipped, 41) if v % 3 == 0 or v % 7 == 0 or v == 40]
+    assert [v for v in versions if v >= shipped] == expected
+    scored = [row["step"] for row in read_metrics(run_dir.metrics("orchestrator")) if any("eval/" in k for k in row)]
+    assert scored == [0, 7, 14, 21, 28, 35, 40] and not audit(run_dir)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [("kill_at", 100.0), ("kill_at", 260.0), ("stop_at", 260.0)]
+    + [pytest.param(kind, s, marks=pytest.mark.slow) for kind in ("kill_at", "stop_at") for s in (180.0, 290.0, 320.0)],
+)
+def test_a_steered_run_goes_on_from_any_phase_with_its_interval(tmp_path, kind, seconds):
+    settings = TASKS["engines stand still"] | {
+        "steering": {"max_update_interval": 4, "interval": 3}, "steps": 40, "checkpoint_every": 2,
+    }  # fmt: skip
+    cfg, engine, trainer = ends(tmp_path, 5, 1, **settings)
+    run_once(cfg, engine, trainer, CharRenderer(), **{kind: seconds})
+    step, rows = cfg.run_dir.latest_complete_checkpoint(), decisions(cfg.run_dir)
+    assert step is not None and 0 < step < 40
+    if kind == "stop_at":
+        assert trainer.published == trainer.step == step, "the last version is sent"
+    resumed, engine, trainer = ends(tmp_path, 6, 1, **settings, start=step, resume={})
+    hold = []
+    loop = train(resumed, engine, trainer, hold=hold)
+    assert loop.progress.step == 40 and sent(cfg.run_dir)[-1] == 40
+    if rows:
+        [after, *_] = decisions(cfg.run_dir)[len(rows) :]
+        assert after["update_interval_before"] == rows[-1]["update_interval"]
+        assert after["level_before"] == rows[-1]["level"]
+    assert decisions(cfg.run_dir)[-1]["update_interval"] > 1
+    assert audit(cfg.run_dir) == []
+
+
+@pytest.mark.heavy
+def test_a_level_that_falls_below_what_is_not_sent_yet_blocks_no_batch(tmp_path):
+    """From level 8 and every eighth version to level 1 and each, while seven versions in a row are not sent."""
+    for at in (9, 12, 15):
+        task = TASKS["publishing is slow"] | {"load_s": 0.5}
+        cfg, engine, trainer = ends(tmp_path / str(at), at, 8, 8, **task, steps=30)
+
+        async def lower(loop, at=at):
+            while loop.progress.step < at:
+                await asyncio.sleep(0.5)
+            loop.parts.versions.interval = 1
+            loop.buffer.set_async_level(1)
+
+        loop = train(cfg, engine, trainer, meanwhile=lower)
+        assert loop.progress.step == 30 and sent(cfg.run_dir)[-8:] == [*range(23, 31)]
+        assert not audit(cfg.run_dir)
+        rows = read_metrics(cfg.run_dir.metrics("orchestrator"))
+        assert not sum(row.get("off_policy/dropped", 0) for row in rows)
+
+
+# -- decisions, from steps of a simple model --
+
+
+def steer(steering, *, train_s=1.0, play_s=0.0, publish_s=0.0, pause_s=0.0, decay=0.0, steps=150, now=0.0):
+    """Feed steps; the settings over time. costs may follow the step."""
+    found = []
+    for step in range(1, steps + 1):
+        level, interval = steering.level, steering.update_interval
+        publish, pause = (each(step) if callable(each) else each for each in (publish_s, pause_s))
+        busy_s = train_s + publish / interval
+        step_s = max(busy_s, play_s + pause / interval)
+        if step % interval == 0:
+            steering.costs.publish.append(publish)
+            steering.costs.pause.append(pause)
+        now, age = now + step_s, level - (interval - 1) / 2
+        metrics = {"ess/tokens": math.exp(-decay * age), "off_policy/mean": age}
+        steering.add_step(step, now, 100.0, metrics, step_s - busy_s)
+        found.append((steering.level, steering.update_interval))
+    return found
+
+
+def steering(most=4, **more):
+    return Steering(SteeringSection(max_update_interval=most, **more), 1)
+
+
+def test_updates_that_cost_nothing_are_made_each_step():
+    assert set(steer(steering(), publish_s=0.01, pause_s=0.01)) == {(1, 1)}
+
+
+def test_updates_that_cost_the_slower_side_much_are_made_rarely():
+    assert steer(steering(), publish_s=2.0)[-1] == (4, 4), "the level rises with the interval"
+    assert steer(steering(), play_s=1.0, pause_s=2.0)[-1][1] == 4
+    assert steer(steering(), play_s=0.2, publish_s=0.2)[-1] == (2, 2), "a tenth of the time, each further one less"
+    assert steer(Steering(SteeringSection(), 1), publish_s=2.0)[-1] == (1, 1), "not without max_update_interval"
+
+
+def test_pauses_of_engines_that_wait_for_the_trainer_are_free():
+    assert set(steer(steering(), train_s=3.0, pause_s=1.0)) <= {(1, 1), (2, 2)}
+    assert steer(steering(), train_s=3.0, pause_s=1.0)[-1] == (1, 1)
+
+
+def test_tokens_that_age_are_worth_updates():
+    assert steer(steering(), publish_s=0.5)[-1][1] > 1
+    assert steer(steering(), publish_s=0.5, decay=0.3)[-1] == (1, 1)
+
+
+def test_an_interval_that_lowers_the_effective_sample_size_too_far_is_left():
+    assert steer(steering(min_ess=0.5), publish_s=20.0, decay=0.3)[-1] == (3, 3), "0.55 there, 0.47 at the next"
+
+
+def test_it_goes_back_when_updates_become_cheap():
+    found = steer(steering(), publish_s=lambda step: 2.0 if step < 60 else 0.0, steps=120)
+    assert found[58] == (4, 4) and found[-1] == (1, 1)
+
+
+def test_an_interval_that_does_not_give_its_gain_is_left_and_tried_again_later():
+    """Publishing is reported to cost much and costs nothing: only what is measured of the speed says so."""
+    chosen, own = steering(most=2, retry=4), []
+    for step in range(1, 401):
+        chosen.costs.publish.append(1.0)
+        chosen.add_step(step, float(step), 100.0, {"ess/tokens": 1.0}, 0.0)
+        own.append(chosen.update_interval)
+    tries = [at for at, (a, b) in enumerate(pairwise(own)) if a < b]
+    assert len(tries) >= 2 and own.count(1) > 200
+    gaps = [later - at for at, later in pairwise(tries)]
+    assert gaps == sorted(gaps) and gaps[-1] > gaps[0]
+
+
+def test_the_level_stays_within_its_bound_and_the_interval_within_what_the_level_allows():
+    rng = random.Random(3)
+    for _ in range(100):
+        least, high = rng.randint(1, 3), rng.randint(3, 9)
+        low = max(least - 1, 1)
+        most = rng.randint(least, least + high - low)
+        section = SteeringSection(min_level=low, max_level=high, max_update_interval=most, interval=rng.randint(2, 5))
+        level, interval = section.within(rng.randint(0, 12), rng.randint(1, 12), least)
+        chosen, now = Steering(section, level, interval, least_interval=least), 0.0
+        for step in range(1, 200):
+            assert low <= chosen.level <= high and least <= chosen.update_interval <= min(most, chosen.level + 1)
+            took = rng.lognormvariate(0.0, 1.0)
+            now += took
+            chosen.costs.publish.append(rng.random())
+            chosen.costs.pause.append(rng.random())
+            metrics = {"ess/tokens": rng.uniform(0.3, 1.0), "off_policy/mean": rng.uniform(0, 8)}
+            chosen.add_step(step, now, 100.0, metrics, took * rng.random())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--weight_broadcast.interval", "2", "--orchestrator.steering.max_update_interval", "1"],
+            "is below .*interval",
+        ),
+        (["--orchestrator.steering.max_update_interval", "9"], r"needs orchestrator.steering.max_level = 9 or more"),
+        (
+            ["--orchestrator.steering.max_update_interval", "2", "--service", "http://127.0.0.1:1"],
+            r"max_update_interval = 2 with \[service\]: the service samples with every version",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused(words, message):
+    given = ["--orchestrator.env", '[{"id": "sort-letters"}]', "--orchestrator.steering", "{}"]
+    with pytest.raises(ConfigError, match=message):
+        load(RLConfig, [*given, *words])
