@@ -7,6 +7,9 @@
 
 Equal replies of a group are written once in `sft`. A conversation of one turn has the messages of its task, others have
 those that the marks of the chat template show in the tokens; with --text there is text as the policy saw it instead.
+
+A reply that a limit has cut did not come to its end, and messages cannot say so: the chat template ends each. It is no
+row of `sft` and `best`, and `pairs` mark it, so that its end is not trained.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from stretto.base.status import harmless
 from stretto.chat.placeholders import one_per_image
 from stretto.config.reading.plain import PlainParser
 from stretto.ledger.reader import LedgerReader
-from stretto.records.rollout import Branch, Group, Rollout
+from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus
 from stretto.vime.convert import response_start
 from stretto_review import scores
 from stretto_review.judging import Replies
@@ -65,6 +68,19 @@ class Chosen:
             else:
                 reward = reward if self.scores is None else self.scores[rollout.group_id, rollout.member]
                 found.append((reward, rollout))
+        return found
+
+    def is_cut(self, rollout: Rollout) -> bool:
+        """Whether its last reply was cut at a limit: it was sampled up to the end of its tokens, and did not end."""
+        branch = last_branch(rollout)
+        is_open = bool(branch.is_sampled[-1]) and int(branch.token_ids[-1]) not in self.replies.renderer.stop_ids
+        return rollout.status is RolloutStatus.TRUNCATED and is_open
+
+    def ended(self, group: Group) -> list[tuple[float, Rollout]]:
+        """Good ones that came to their end."""
+        good = self.good(group)
+        found = [each for each in good if not self.is_cut(each[1])]
+        self.left_out["cut at a limit of tokens"] += len(good) - len(found)
         return found
 
     def good(self, group: Group) -> list[tuple[float, Rollout]]:
@@ -141,7 +157,7 @@ def _conversation(chosen: Chosen, reward: float, rollout: Rollout) -> Row:
 
 def _of_sft(chosen: Chosen, group: Group) -> Iterator[Row]:
     seen = set()
-    for reward, rollout in chosen.good(group):
+    for reward, rollout in chosen.ended(group):
         tokens = last_branch(rollout).token_ids.tobytes()
         if tokens in seen:
             chosen.left_out["equal to another of their group"] += 1
@@ -151,7 +167,7 @@ def _of_sft(chosen: Chosen, group: Group) -> Iterator[Row]:
 
 
 def _of_best(chosen: Chosen, group: Group) -> Iterator[Row]:
-    if found := chosen.good(group):
+    if found := chosen.ended(group):
         yield _conversation(chosen, *max(found, key=lambda each: each[0]))
 
 
@@ -165,6 +181,7 @@ def _of_pairs(chosen: Chosen, group: Group) -> Iterator[Row]:
         return
     kept, refused = map(chosen.text_of if chosen.is_text else chosen.messages_of, (best, worst))
     facts = _facts(chosen, high, best) | {"rejected_member": worst.member, "rejected_reward": low}
+    facts |= {"chosen_is_cut": chosen.is_cut(best), "rejected_is_cut": chosen.is_cut(worst)}
     yield {"prompt": kept[0], "chosen": kept[1], "rejected": refused[1], **facts}
 
 

@@ -43,6 +43,7 @@ def write_run(
     config: dict[str, Any] | None = None,
     first_task: int = 0,
     fingerprint: Callable[[int], str | None] = lambda version: None,
+    is_cut: Callable[[str], bool] = lambda text: False,
 ) -> Path:
     """Groups of MEMBERS replies, `per_step` of which are the batch of a step; order: which, if not in draw order."""
     run = RunDir(path)
@@ -70,8 +71,9 @@ def write_run(
             members = tuple(
                 Rollout(
                     rollout_id=f"g{number}.{member}", group_id=number, member=member, task=task,
-                    status=RolloutStatus.FINISHED, reward=reward(text), num_turns=1,
-                    branches=(_branch(ids, renderer.encode(f"{text}<|im_end|>"), logprob(step)),),
+                    status=RolloutStatus.TRUNCATED if is_cut(text) else RolloutStatus.FINISHED,
+                    reward=reward(text), num_turns=1,
+                    branches=(_branch(ids, renderer.encode(text + "<|im_end|>" * (not is_cut(text))), logprob(step)),),
                 )
                 for member, text in enumerate(texts)
             )  # fmt: skip

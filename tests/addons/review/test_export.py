@@ -60,6 +60,24 @@ def test_pairs_are_of_one_prompt_and_differ_in_reward(run: Path, tmp_path: Path)
     assert all(isinstance(row[key], str) for row in text for key in ("prompt", "chosen", "rejected"))
 
 
+def test_a_cut_reply_is_marked_in_pairs_and_no_row_to_imitate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Messages would end it: `sft` would be taught to stop in the middle, DPO not to stop."""
+    cut = write_run(tmp_path / "cut", GROUPS, is_cut=lambda text: len(text) > 20)
+    pairs = rows(cut, tmp_path / "pairs.jsonl", "--kind", "pairs")
+    for row in pairs:
+        for key in ("chosen", "rejected"):
+            assert row[f"{key}_is_cut"] == (len(row[key][0]["content"]) > 20)
+    assert {row["rejected_is_cut"] for row in pairs} == {False, True}
+    capsys.readouterr()
+    for kind in ("best", "sft"):
+        found = rows(cut, tmp_path / f"{kind}.jsonl", "--kind", kind, "--min-reward", "0")
+        assert found and all(len(row["messages"][-1]["content"]) <= 20 for row in found)
+        num_cut = sum(len(word(group, member)) > 20 for group in range(GROUPS) for member in range(MEMBERS))
+        assert f"{num_cut} cut at a limit of tokens" in capsys.readouterr().out
+
+
 def test_new_scores_take_the_place_of_rewards(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [scores.Line(2, member, float(member == 5), 0.0) for member in range(MEMBERS)]
     scores.save(RunDir(run), "sixth", ["my:fn"], lines)
