@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,49 @@ def test_pairs_are_of_one_prompt_and_differ_in_reward(run: Path, tmp_path: Path)
         assert rejected["content"] == word(row["group"], row["rejected_member"])
     text = rows(run, tmp_path / "text.jsonl", "--kind", "pairs", "--text")
     assert all(isinstance(row[key], str) for row in text for key in ("prompt", "chosen", "rejected"))
+
+
+def test_several_pairs_of_a_group_share_no_reply(run: Path, tmp_path: Path) -> None:
+    one, two = (rows(run, tmp_path / "pairs.jsonl", "--kind", "pairs", "--per-group", n) for n in ("1", "2"))
+    assert len(two) > len(one) and [row for row in two if row in one] == one
+    used = [(row["group"], row[key]) for row in two for key in ("member", "rejected_member")]
+    assert len(used) == len(set(used))
+    assert all(row["reward"] > row["rejected_reward"] for row in two)
+    with pytest.raises(ConfigError, match="--kind best: --per-group"):
+        export([str(run), "--kind", "best", "--per-group", "2"])
+
+
+def test_equal_replies_are_no_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A reward with noise tells them apart, and nothing can be learned from them."""
+    noise = itertools.count()
+    noisy = write_run(tmp_path / "noisy", 2, reply=lambda group, member: "abc", reward=lambda text: float(next(noise)))
+    assert rows(noisy, tmp_path / "pairs.jsonl", "--kind", "pairs") == []
+    assert "2 pairs of equal replies" in capsys.readouterr().out
+
+
+def test_no_prompt_is_held_out_and_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    several = write_run(
+        tmp_path / "several", 24, prompt=lambda group: f"Say a word with {'abc'[group % 3]}{group % 8}."
+    )
+    for kind, suffix in (("pairs", "jsonl"), ("best", "parquet")):
+        out = tmp_path / f"{kind}.{suffix}"
+        words = ["--kind", kind, "--out", str(out), "--held-out", "0.4", "--format", suffix]
+        assert export([str(several), *words]) == 0
+        kept, held_out = ([*read(place)] for place in (out, tmp_path / f"{kind}-held-out.{suffix}"))
+        prompts = [{row.get("prompt", row.get("messages"))[0]["content"] for row in each} for each in (kept, held_out)]
+        assert kept and held_out and not prompts[0] & prompts[1]
+        assert f"held out: {len(held_out)} rows" in capsys.readouterr().out
+    whole = rows(several, tmp_path / "whole.jsonl", "--kind", "best")
+    assert sorted(row["group"] for row in kept + held_out) == [row["group"] for row in whole]
+    with pytest.raises(ConfigError, match="'1.5' is not a share"):
+        export([str(several), "--held-out", "1.5"])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        found: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        return found
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_cut_reply_is_marked_in_pairs_and_no_row_to_imitate(

@@ -114,7 +114,9 @@ def test_the_end_of_a_reply_that_was_cut_is_not_trained(keys, renderer):
     cut = rendered(record | {"chosen_is_cut": None, "rejected_is_cut": True}, renderer, **keys)
     assert [text.strip() for text in texts(whole, renderer)] == ["abcd<|im_end|>", "acbd<|im_end|>"]
     assert [text.strip() for text in texts(cut, renderer)] == ["abcd<|im_end|>", "acbd"]
-    swapped = rendered(record | {"rejected_is_cut": True}, renderer, chosen_key="rejected", rejected_key="chosen", **keys)
+    swapped = rendered(
+        record | {"rejected_is_cut": True}, renderer, chosen_key="rejected", rejected_key="chosen", **keys
+    )
     assert [text.strip() for text in texts(swapped, renderer)] == ["acbd", "abcd<|im_end|>"]
 
 
@@ -127,7 +129,11 @@ def test_the_end_of_a_reply_that_was_cut_is_not_trained(keys, renderer):
         ({"chosen": [GOOD], "rejected": [BAD]}, {}, "begin with different messages"),
         ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, {}, "both be messages, or both texts"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, {}, "margin must be a number"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "chosen_is_cut": 1}, {}, "chosen_is_cut must be true or false"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "chosen_is_cut": 1},
+            {},
+            "chosen_is_cut must be true or false",
+        ),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {"text": "raw"}, 'text with data.text = "raw"'),
         ({"chosen": "b", "rejected": "c"}, {"text": "raw"}, "begin with different text"),
     ],
