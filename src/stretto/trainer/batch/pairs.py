@@ -239,6 +239,7 @@ def _render_reply(
         return _raw_example(row.prompt + reply, renderer, is_scored, is_cut)
     assert not isinstance(row.prompt, str)
     messages = [*row.prompt, *reply]
+    renderer.refuse_rendered(messages, 'set data.text = "raw", or give messages')
     if is_scored:
         ids = renderer.render_leading([{k: v for k, v in m.items() if k != STEP_MASK} for m in messages], row.tools)
         return scored_example(ids, renderer.images_of(messages))

@@ -17,6 +17,7 @@ from stretto.config.sections.sft import LossMaskSection, PreferenceData
 from stretto.monitors.file import read_metrics
 from stretto.trainer import sft
 from stretto.trainer.batch.pairs import Pairs, load_pairs, pack_pairs, parse_pair, render_pair
+from stretto.trainer.batch.sft_data import parse_row, render_row
 from stretto.trainer.pairs import reference_of
 
 pytestmark = pytest.mark.heavy
@@ -104,6 +105,18 @@ def test_raw_texts_are_tokens_as_they_are(record, renderer):
     whole = renderer.decode(found.replies[0].token_ids)
     assert whole.startswith("sort dcab: abcd") and found.replies[0].token_ids[-1] == renderer.tokenizer.eos_token_id
     assert texts(found, renderer)[0].lstrip().startswith("abcd")
+
+
+def test_text_that_the_template_has_shown_already_is_not_shown_again(renderer):
+    """As `stretto export --text` writes it."""
+    prompt = renderer.render_text([USER])
+    record = {"prompt": prompt, "chosen": "abcd<|im_end|>", "rejected": "acbd<|im_end|>"}
+    with pytest.raises(DataError, match=r'f:1: the prompt begins with .* set data.text = "raw"'):
+        rendered(record, renderer)
+    assert renderer.decode(rendered(record, renderer, text="raw").replies[0].token_ids) == prompt + "abcd<|im_end|>"
+    row = parse_row({"prompt": prompt, "completion": "abcd"}, "f:1")
+    with pytest.raises(DataError, match=r"f:1: the prompt begins with .* give messages"):
+        render_row(row, renderer, LossMaskSection())
 
 
 @pytest.mark.parametrize("keys", [{}, {"text": "raw"}], ids=["chat", "raw"])
