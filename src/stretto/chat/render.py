@@ -132,8 +132,8 @@ class Renderer:
         mark = self._first_mark
         if mark and text.startswith(mark):
             raise DataError(
-                f"the prompt begins with {mark!r}, as the chat template begins a conversation, and would be shown by it "
-                f"once more: it is rendered text; {way}"
+                f"the prompt begins with {mark!r}, as the chat template begins a conversation: it is rendered text, "
+                f"which the template would show once more; {way}"
             )
 
     @cached_property

@@ -93,7 +93,7 @@ def test_no_prompt_is_held_out_and_trained(tmp_path: Path, capsys: pytest.Captur
         assert f"held out: {len(held_out)} rows" in capsys.readouterr().out
     whole = rows(several, tmp_path / "whole.jsonl", "--kind", "best")
     assert sorted(row["group"] for row in kept + held_out) == [row["group"] for row in whole]
-    with pytest.raises(ConfigError, match="'1.5' is not a share"):
+    with pytest.raises(ConfigError, match=r"'1\.5' is not a share"):
         export([str(several), "--held-out", "1.5"])
 
 
@@ -136,6 +136,15 @@ def test_formats_hold_the_same_rows(run: Path, tmp_path: Path) -> None:
     export([str(run), "--kind", "best", "--format", "hf", "--out", str(tmp_path / "best")])
     assert pyarrow.parquet.read_table(tmp_path / "best.parquet").to_pylist() == wanted
     assert datasets.load_from_disk(str(tmp_path / "best")).to_list() == wanted
+
+
+def test_pairs_are_read_by_the_library_that_trl_reads_them_with(run: Path, tmp_path: Path) -> None:
+    wanted = rows(run, tmp_path / "pairs.jsonl", "--kind", "pairs", "--per-group", "3")
+    found = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "pairs.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert found.to_list() == wanted
+    assert found.features["chosen"] == found.features["rejected"] == found.features["prompt"]
 
 
 def test_a_place_below_a_file_is_no_bug(
