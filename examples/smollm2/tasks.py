@@ -33,6 +33,13 @@ def words_of(text: str) -> list[str]:
     return [word.strip(".,;:!?\"'()*-").lower() for word in text.split() if LETTERS.search(word)]
 
 
+def number_reward(text: str, count: int) -> float:
+    """1 minus the error divided by `count`, at least 0: words too many, too few, or written twice."""
+    words = words_of(text)
+    error = max(abs(len(words) - count), abs(len(set(words)) - count))
+    return max(0.0, 1 - error / count)
+
+
 class Words(GeneratedTasks, MultiTurnEnv):
     """A given number of words about a thing, in one turn: `Write 5 words about the old bridge.`
 
@@ -62,11 +69,8 @@ class Words(GeneratedTasks, MultiTurnEnv):
         """Nothing: the episode ends with the first reply."""
 
     def score(self, episode: Episode) -> RolloutResult:
-        words, count = words_of(episode.last_text), episode.task.data["count"]
-        error = max(abs(len(words) - count), abs(len(set(words)) - count))
-        is_exact = error == 0 and not episode.is_truncated
-        reward = 0.0 if episode.is_truncated else max(0.0, 1 - error / count)
-        return RolloutResult(reward=reward, metrics={"exact": float(is_exact)})
+        reward = 0.0 if episode.is_truncated else number_reward(episode.last_text, episode.task.data["count"])
+        return RolloutResult(reward=reward, metrics={"exact": float(reward == 1)})
 
 
 class PermutedWords(Words):
@@ -143,6 +147,13 @@ def thing_of(entropy: int) -> str:
     qualities, things = QUALITIES.split(), THINGS.split()
     entropy, quality = divmod(entropy, len(qualities))
     return f"{qualities[quality]} {things[entropy % len(things)]}"
+
+
+def in_number(args: Any, sample: Sample) -> float:
+    """The reward of `Words` for a reply to its prompts, whatever the run's own reward was: for `stretto rescore`."""
+    asked = sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1]["content"]
+    count = int(re.findall(r"Write (\d+) words about", asked)[-1])
+    return 0.0 if sample.status is Sample.Status.TRUNCATED else number_reward(sample.response, count)
 
 
 async def starts_with(args: Any, sample: Sample) -> float:

@@ -7,6 +7,11 @@
 
 Equal replies of a group are written once in `sft`. A conversation of one turn has the messages of its task, others have
 those that the marks of the chat template show in the tokens; with --text there is text as the policy saw it instead.
+
+A reply that a limit has cut did not come to its end, and messages cannot say so: the chat template ends each. It is no
+row of `sft` and `best`, and `pairs` mark it, so that its end is not trained.
+
+With --held-out a share of the prompts, always the same ones, is written into a second file: no prompt is in both.
 """
 
 from __future__ import annotations
@@ -14,12 +19,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from stretto.api import state
 from stretto.api.run import Run
@@ -29,7 +37,7 @@ from stretto.base.status import harmless
 from stretto.chat.placeholders import one_per_image
 from stretto.config.reading.plain import PlainParser
 from stretto.ledger.reader import LedgerReader
-from stretto.records.rollout import Branch, Group, Rollout
+from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus
 from stretto.vime.convert import response_start
 from stretto_review import scores
 from stretto_review.judging import Replies
@@ -50,6 +58,7 @@ class Chosen:
     margin: float
     is_text: bool
     scores: dict[scores.Key, float] | None = None
+    per_group: int = 1
     steps: dict[int, int] = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)
 
@@ -65,6 +74,19 @@ class Chosen:
             else:
                 reward = reward if self.scores is None else self.scores[rollout.group_id, rollout.member]
                 found.append((reward, rollout))
+        return found
+
+    def is_cut(self, rollout: Rollout) -> bool:
+        """Whether its last reply was cut at a limit: it was sampled up to the end of its tokens, and did not end."""
+        branch = last_branch(rollout)
+        is_open = bool(branch.is_sampled[-1]) and int(branch.token_ids[-1]) not in self.replies.renderer.stop_ids
+        return rollout.status is RolloutStatus.TRUNCATED and is_open
+
+    def ended(self, group: Group) -> list[tuple[float, Rollout]]:
+        """Good ones that came to their end."""
+        good = self.good(group)
+        found = [each for each in good if not self.is_cut(each[1])]
+        self.left_out["cut at a limit of tokens"] += len(good) - len(found)
         return found
 
     def good(self, group: Group) -> list[tuple[float, Rollout]]:
@@ -141,7 +163,7 @@ def _conversation(chosen: Chosen, reward: float, rollout: Rollout) -> Row:
 
 def _of_sft(chosen: Chosen, group: Group) -> Iterator[Row]:
     seen = set()
-    for reward, rollout in chosen.good(group):
+    for reward, rollout in chosen.ended(group):
         tokens = last_branch(rollout).token_ids.tobytes()
         if tokens in seen:
             chosen.left_out["equal to another of their group"] += 1
@@ -151,21 +173,40 @@ def _of_sft(chosen: Chosen, group: Group) -> Iterator[Row]:
 
 
 def _of_best(chosen: Chosen, group: Group) -> Iterator[Row]:
-    if found := chosen.good(group):
+    if found := chosen.ended(group):
         yield _conversation(chosen, *max(found, key=lambda each: each[0]))
 
 
 def _of_pairs(chosen: Chosen, group: Group) -> Iterator[Row]:
+    """The best with the worst, the second best with the second worst, and so on; a rollout is in one pair at most."""
     found = chosen.scored(group)
     if not found:
         return
-    (high, best), (low, worst) = max(found, key=lambda each: each[0]), min(found, key=lambda each: each[0])
-    if high - low < chosen.margin or high == low or (chosen.min_reward is not None and high < chosen.min_reward):
+    ranked = sorted(found, key=lambda each: -each[0]), sorted(found, key=lambda each: each[0])
+    enough = [
+        (good, bad)
+        for good, bad in zip(*ranked)
+        if good[0] > bad[0]
+        and good[0] - bad[0] >= chosen.margin
+        and (chosen.min_reward is None or good[0] >= chosen.min_reward)
+    ]
+    if not enough:
         chosen.left_out["groups without a pair that differs enough"] += 1
-        return
-    kept, refused = map(chosen.text_of if chosen.is_text else chosen.messages_of, (best, worst))
-    facts = _facts(chosen, high, best) | {"rejected_member": worst.member, "rejected_reward": low}
-    yield {"prompt": kept[0], "chosen": kept[1], "rejected": refused[1], **facts}
+    for (high, best), (low, worst) in enough[: chosen.per_group]:
+        if np.array_equal(last_branch(best).token_ids, last_branch(worst).token_ids):
+            chosen.left_out["pairs of equal replies"] += 1
+            continue
+        kept, refused = map(chosen.text_of if chosen.is_text else chosen.messages_of, (best, worst))
+        facts = _facts(chosen, high, best) | {"rejected_member": worst.member, "rejected_reward": low}
+        facts |= {"chosen_is_cut": chosen.is_cut(best), "rejected_is_cut": chosen.is_cut(worst)}
+        yield {"prompt": kept[0], "chosen": kept[1], "rejected": refused[1], **facts}
+
+
+def is_held_out(group: Group, share: float) -> bool:
+    """Whether the prompt of a group belongs to the held-out ones: it depends on the prompt's tokens alone."""
+    branches = [branch for rollout in group.rollouts for branch in rollout.branches if branch.is_sampled.any()]
+    prompt = branches[0].token_ids[: int(branches[0].is_sampled.argmax())] if branches else np.zeros(0, np.int32)
+    return zlib.crc32(prompt.astype(np.int32).tobytes()) < share * 2**32
 
 
 KINDS: dict[str, Callable[[Chosen, Group], Iterator[Row]]] = {
@@ -218,26 +259,37 @@ def _library(name: str, extra: str) -> Any:
 
 
 def export(words: Sequence[str]) -> int:
-    """Write rollouts of a run as data; exit status 1 if none fits."""
+    """Write rollouts of a run as data; exit status 1 if none fits, or none is held out."""
     args = _parse(words)
     run = Run(args.run)
     groups = groups_of(run, args.steps)
     end, write = FORMATS[args.format]
     path = Path(args.out) if args.out else run.path / "exports" / f"{args.kind}{end}"
-    if path.exists() and (args.format == "hf" or not path.is_file()):
-        raise ConfigError(f"--out {path}: there is something already; name another place")
+    paths = [path] if args.held_out is None else [path, path.with_name(f"{path.stem}-held-out{path.suffix}")]
+    for each in paths:
+        if each.exists() and (args.format == "hf" or not each.is_file()):
+            raise ConfigError(f"--out {each}: there is something already; name another place")
     make_parent(path)
-    chosen = Chosen(Replies(run), args.min_reward, args.margin, args.text)
+    chosen = Chosen(Replies(run), args.min_reward, args.margin, args.text, per_group=args.per_group)
     chosen.scores = scores.load(run.dir, args.scores) if args.scores else None
-    count = write(path, _rows(run, groups, chosen, KINDS[args.kind]))
+    rows = _rows(run, groups, chosen, KINDS[args.kind])
+    if args.held_out is None:
+        counts = [write(path, (row for _, row in rows))]
+    else:
+        parts: tuple[list[Row], list[Row]] = ([], [])
+        for group, row in rows:
+            parts[is_held_out(group, args.held_out)].append(row)
+        counts = [write(*each) for each in zip(paths, parts)]
     left = ", ".join(f"{number} {reason}" for reason, number in sorted(chosen.left_out.items()) if number)
-    print(harmless(f"{count} rows of {len(groups)} groups: {path}" + (f"\nleft out: {left}" if left else "")))
-    return 0 if count else 1
+    written = ", ".join(f"{count} rows: {each}" for count, each in zip(counts[1:], paths[1:]))
+    text = f"{counts[0]} rows of {len(groups)} groups: {path}" + (f"\nheld out: {written}" if written else "")
+    print(harmless(text + (f"\nleft out: {left}" if left else "")))
+    return 0 if all(counts) else 1
 
 
 def _rows(
     run: Run, groups: Sequence[int], chosen: Chosen, make: Callable[[Chosen, Group], Iterator[Row]]
-) -> Iterator[Row]:
+) -> Iterator[tuple[Group, Row]]:
     with LedgerReader(run.dir) as ledger:
         found = ledger.rows("SELECT DISTINCT group_id, step FROM live_rollouts")
         chosen.steps = {row["group_id"]: row["step"] for row in found}
@@ -247,7 +299,24 @@ def _rows(
             except DataError:
                 chosen.left_out["groups whose tokens are no longer kept"] += 1
                 continue
-            yield from make(chosen, group)
+            for row in make(chosen, group):
+                yield group, row
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share of the prompts; give a number between 0 and 1")
+    return share
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of pairs; give 1 or more")
+    return int(text)
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -265,9 +334,26 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--margin", type=float, default=0.0, metavar="M", help="least difference of a pair's rewards (0)"
     )
+    parser.add_argument(
+        "--per-group",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="pairs of a group at most: second best with second worst",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=_share,
+        metavar="SHARE",
+        help="share of the prompts that goes into a second file, PATH-held-out",
+    )
     parser.add_argument("--scores", metavar="NAME", help="scores of `rescore --write NAME` in place of the rewards")
     parser.add_argument("--text", action="store_true", help="text with special tokens in place of messages")
     args = parser.parse_args(list(words))
     if args.kind == "sft" and args.min_reward is None:
         raise ConfigError("stretto export --kind sft: from which reward on? Give --min-reward R")
+    if args.kind != "pairs" and (args.per_group, args.margin) != (1, 0.0):
+        raise ConfigError(
+            f"stretto export --kind {args.kind}: --per-group and --margin are of --kind pairs; leave them out"
+        )
     return args

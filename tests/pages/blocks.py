@@ -70,6 +70,8 @@ NOT_RUN = {
     ("docs/rejudge.md", "outputs/demo"): "tests/addons/review",
     ("docs/preference.md", "export"): "tests/addons/review",
     ("examples/preference/README.md", "export"): "tests/addons/review",
+    ("examples/preference/README.md", "rescore"): "tests/addons/review",
+    ("examples/preference/README.md", "smollm2"): "with real weights: tests/e2e/models/test_smollm2_pairs.py",
     ("docs/debugging.md", "stacks"): "tests/unit/launch/jobs/test_stacks.py",
     ("docs/debugging.md", "--bench"): "tests/addons/bench",
     ("examples/gsm8k/README.md", "pip install"): "what a release contains is tested by tests/unit/test_package.py",

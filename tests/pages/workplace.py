@@ -108,13 +108,15 @@ def build_workplace(folder: Path, models: tuple[str, ...] = MODELS) -> Path:
 
 
 def _add_preferences(folder: Path, tokenizer: Path) -> None:
-    """Pairs that a run has left, and a reward model."""
-    pairs, best = (folder / "outputs" / path for path in ("pairs-played/exports", "sort-letters-reward/weights/best"))
-    pairs.mkdir(parents=True)
-    (pairs / "pairs.jsonl").write_text(_PAIRS)
-    module = with_value_head(random_model(ScratchSection(), 112))
-    tensors = ((SCORE_NAME if n == HEAD_NAME else n, tensor) for n, tensor in hub.export_tensors(module))
-    hub.save_model_directory(torch.float32, best, tokenizer, classification_config(module), tensors)
+    """Pairs that runs have left, and reward models."""
+    for run, reward in (("pairs-played", "sort-letters-reward"), ("smollm2-played", "smollm2-reward")):
+        pairs, best = (folder / "outputs" / path for path in (f"{run}/exports", f"{reward}/weights/best"))
+        pairs.mkdir(parents=True)
+        for name in ("pairs.jsonl", "pairs-held-out.jsonl"):
+            (pairs / name).write_text(_PAIRS)
+        module = with_value_head(random_model(ScratchSection(), 112))
+        tensors = ((SCORE_NAME if n == HEAD_NAME else n, tensor) for n, tensor in hub.export_tensors(module))
+        hub.save_model_directory(torch.float32, best, tokenizer, classification_config(module), tensors)
 
 
 def link_models(outputs: Path, other: Path) -> Path:

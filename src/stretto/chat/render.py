@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -116,6 +117,31 @@ class Renderer:
         """Token ids (int32) of a conversation, or of its first messages, without the start of a reply."""
         rendered = self._backend.render(self._plain(messages), tools, add_generation_prompt=False)
         return self._expanded(np.asarray(rendered.token_ids, np.int32), messages)
+
+    def refuse_rendered(self, messages: Sequence[Message], way: str) -> None:
+        """Check that a user's first message is no conversation that the chat template has shown already.
+
+        way: what to give in its place.
+
+        Raises: DataError if its text begins with the special token with which the template begins a conversation.
+        """
+        first = messages[0] if messages else {}
+        text = first.get("content")
+        if first.get("role") != "user" or not isinstance(text, str) or self._keeps_special_text:
+            return
+        mark = self._first_mark
+        if mark and text.startswith(mark):
+            raise DataError(
+                f"the prompt begins with {mark!r}, as the chat template begins a conversation: it is rendered text, "
+                f"which the template would show once more; {way}"
+            )
+
+    @cached_property
+    def _first_mark(self) -> str:
+        """The special token with which the template begins a conversation; "" if there is none."""
+        ids = self._backend.render([{"role": "user", "content": "a"}], None, add_generation_prompt=True).token_ids
+        mark = self.tokenizer.token_text(ids[0])
+        return mark if mark in self.tokenizer.special_tokens else ""
 
     def images_of(self, messages: Sequence[Message]) -> tuple[Image, ...]:
         """The images of a conversation with their patches, in the order of their placeholders.

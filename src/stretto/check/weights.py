@@ -28,6 +28,8 @@ from stretto.envs.rewards.builtin import scored_by
 from stretto.families.table import FAMILIES
 
 FIT_TIMEOUT_S = 600.0
+SLOW_ADAPTER_LR = 3e-6
+"""The highest rate of AdamW at which an adapter is warned of."""
 _WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel", "_fsdp_wrapped_module.": "FSDP"}
 """What wraps a model in a way that changes the names of its weights."""
 _PACKED = (".qweight", ".qzeros", ".absmax", ".quant_map", ".weight_packed")
@@ -56,7 +58,7 @@ def check_weights_of(
     check_writes(cfg)
     if isinstance(cfg, InferenceConfig | EvalConfig):
         return check_weights(cfg.model, "[model] name", None, is_dry_run=is_dry_run) if cfg.model else []
-    notes = []
+    notes = _slow_adapter(cfg)
     model: ModelSection = cfg.model
     if model.scratch is None and getattr(cfg, "service", None) is None:
         notes += check_weights(model.name, "[model] name", model, is_dry_run=is_dry_run)
@@ -172,6 +174,17 @@ def _check_targets(directory: Path, tensors: Mapping[str, HeaderTensor], targets
                     f"names of layers are needed, and without target_modules all have one: {', '.join(sorted(layers))}"
                 )
             raise ConfigError(f"[model.lora] target_modules: {directory} has no layer {target}; {hint}")
+
+
+def _slow_adapter(cfg: RLConfig | SFTConfig) -> list[str]:
+    """A warning for an adapter that is trained with the rate of whole weights, which is the default."""
+    key, optim = ("trainer.optim", cfg.trainer.optim) if isinstance(cfg, RLConfig) else ("optim", cfg.optim)
+    if cfg.model.lora is None or optim.type != "adamw" or optim.lr > SLOW_ADAPTER_LR:
+        return []
+    return [
+        f"[{key}] lr = {optim.lr:g} is a rate for whole weights: an adapter starts at 0, and hardly changes with it; "
+        f"raise it, as to {100 * optim.lr:g}"
+    ]
 
 
 def _wide_adapter(tensors: Mapping[str, HeaderTensor], lora: LoRASection) -> list[str]:

@@ -43,6 +43,8 @@ def write_run(
     config: dict[str, Any] | None = None,
     first_task: int = 0,
     fingerprint: Callable[[int], str | None] = lambda version: None,
+    is_cut: Callable[[str], bool] = lambda text: False,
+    prompt: Callable[[int], str] = lambda group: "Say a word.",
 ) -> Path:
     """Groups of MEMBERS replies, `per_step` of which are the batch of a step; order: which, if not in draw order."""
     run = RunDir(path)
@@ -53,15 +55,11 @@ def write_run(
     ledger = Ledger(run)
     ledger.run_started({"max_off_policy_steps": 8})
     ledger.version_published(0)
-    prompt = renderer.render_prompt([{"role": "user", "content": "Say a word."}])
-    ids = np.asarray(getattr(prompt, "token_ids", prompt), np.int32)
     with ledger.transaction():
         for number in range(num_groups):
-            data = {
-                "prompt": [{"role": "user", "content": "Say a word."}],
-                "label": "abc",
-                "metadata": {"kind": number},
-            }
+            asked = [{"role": "user", "content": prompt(number)}]
+            ids = renderer.render_prompt(asked)
+            data = {"prompt": asked, "label": "abc", "metadata": {"kind": number}}
             task = Task(env="words", task_id=f"train-{number + first_task}", data=data)
             ledger.task_drawn(number, task)
             ledger.rollouts_started(number, range(MEMBERS), 0)
@@ -70,8 +68,9 @@ def write_run(
             members = tuple(
                 Rollout(
                     rollout_id=f"g{number}.{member}", group_id=number, member=member, task=task,
-                    status=RolloutStatus.FINISHED, reward=reward(text), num_turns=1,
-                    branches=(_branch(ids, renderer.encode(f"{text}<|im_end|>"), logprob(step)),),
+                    status=RolloutStatus.TRUNCATED if is_cut(text) else RolloutStatus.FINISHED,
+                    reward=reward(text), num_turns=1,
+                    branches=(_branch(ids, renderer.encode(text + "<|im_end|>" * (not is_cut(text))), logprob(step)),),
                 )
                 for member, text in enumerate(texts)
             )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,67 @@ def test_pairs_are_of_one_prompt_and_differ_in_reward(run: Path, tmp_path: Path)
     assert all(isinstance(row[key], str) for row in text for key in ("prompt", "chosen", "rejected"))
 
 
+def test_several_pairs_of_a_group_share_no_reply(run: Path, tmp_path: Path) -> None:
+    one, two = (rows(run, tmp_path / "pairs.jsonl", "--kind", "pairs", "--per-group", n) for n in ("1", "2"))
+    assert len(two) > len(one) and [row for row in two if row in one] == one
+    used = [(row["group"], row[key]) for row in two for key in ("member", "rejected_member")]
+    assert len(used) == len(set(used))
+    assert all(row["reward"] > row["rejected_reward"] for row in two)
+    with pytest.raises(ConfigError, match="--kind best: --per-group"):
+        export([str(run), "--kind", "best", "--per-group", "2"])
+
+
+def test_equal_replies_are_no_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A reward with noise tells them apart, and nothing can be learned from them."""
+    noise = itertools.count()
+    noisy = write_run(tmp_path / "noisy", 2, reply=lambda group, member: "abc", reward=lambda text: float(next(noise)))
+    assert rows(noisy, tmp_path / "pairs.jsonl", "--kind", "pairs") == []
+    assert "2 pairs of equal replies" in capsys.readouterr().out
+
+
+def test_no_prompt_is_held_out_and_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    several = write_run(
+        tmp_path / "several", 24, prompt=lambda group: f"Say a word with {'abc'[group % 3]}{group % 8}."
+    )
+    for kind, suffix in (("pairs", "jsonl"), ("best", "parquet")):
+        out = tmp_path / f"{kind}.{suffix}"
+        words = ["--kind", kind, "--out", str(out), "--held-out", "0.4", "--format", suffix]
+        assert export([str(several), *words]) == 0
+        kept, held_out = ([*read(place)] for place in (out, tmp_path / f"{kind}-held-out.{suffix}"))
+        prompts = [{row.get("prompt", row.get("messages"))[0]["content"] for row in each} for each in (kept, held_out)]
+        assert kept and held_out and not prompts[0] & prompts[1]
+        assert f"held out: {len(held_out)} rows" in capsys.readouterr().out
+    whole = rows(several, tmp_path / "whole.jsonl", "--kind", "best")
+    assert sorted(row["group"] for row in kept + held_out) == [row["group"] for row in whole]
+    with pytest.raises(ConfigError, match=r"'1\.5' is not a share"):
+        export([str(several), "--held-out", "1.5"])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        found: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        return found
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_cut_reply_is_marked_in_pairs_and_no_row_to_imitate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Messages would end it: `sft` would be taught to stop in the middle, DPO not to stop."""
+    cut = write_run(tmp_path / "cut", GROUPS, is_cut=lambda text: len(text) > 20)
+    pairs = rows(cut, tmp_path / "pairs.jsonl", "--kind", "pairs")
+    for row in pairs:
+        for key in ("chosen", "rejected"):
+            assert row[f"{key}_is_cut"] == (len(row[key][0]["content"]) > 20)
+    assert {row["rejected_is_cut"] for row in pairs} == {False, True}
+    capsys.readouterr()
+    for kind in ("best", "sft"):
+        found = rows(cut, tmp_path / f"{kind}.jsonl", "--kind", kind, "--min-reward", "0")
+        assert found and all(len(row["messages"][-1]["content"]) <= 20 for row in found)
+        num_cut = sum(len(word(group, member)) > 20 for group in range(GROUPS) for member in range(MEMBERS))
+        assert f"{num_cut} cut at a limit of tokens" in capsys.readouterr().out
+
+
 def test_new_scores_take_the_place_of_rewards(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [scores.Line(2, member, float(member == 5), 0.0) for member in range(MEMBERS)]
     scores.save(RunDir(run), "sixth", ["my:fn"], lines)
@@ -74,6 +136,15 @@ def test_formats_hold_the_same_rows(run: Path, tmp_path: Path) -> None:
     export([str(run), "--kind", "best", "--format", "hf", "--out", str(tmp_path / "best")])
     assert pyarrow.parquet.read_table(tmp_path / "best.parquet").to_pylist() == wanted
     assert datasets.load_from_disk(str(tmp_path / "best")).to_list() == wanted
+
+
+def test_pairs_are_read_by_the_library_that_trl_reads_them_with(run: Path, tmp_path: Path) -> None:
+    wanted = rows(run, tmp_path / "pairs.jsonl", "--kind", "pairs", "--per-group", "3")
+    found = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "pairs.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert found.to_list() == wanted
+    assert found.features["chosen"] == found.features["rejected"] == found.features["prompt"]
 
 
 def test_a_place_below_a_file_is_no_bug(

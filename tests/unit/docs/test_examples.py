@@ -90,6 +90,29 @@ def test_a_broken_example_is_laid_over_the_demo(path):
     load(RLConfig, ["@", str(EXAMPLES / "sort_letters" / "rl.toml"), "@", str(path)])
 
 
+@pytest.mark.parametrize("folder", ["preference", "preference/smollm2"])
+def test_examples_of_pairs_continue_from_what_the_one_before_leaves(folder):
+    """A run's pairs are what DPO and the reward model learn from; the reward model is the only reward of the last."""
+    path = EXAMPLES / folder
+    played = load(RLConfig, ["@", str(path / "play.toml")]).run_path
+    learners = [load(SFTConfig, ["@", str(path / f"{name}.toml")]) for name in ("dpo", "reward")]
+    for cfg in learners:
+        for source in (cfg.data.sources[0], cfg.val.data.sources[0]):
+            assert Path(source.partition("@")[0]).parent == played / "exports"
+    scored = load(RLConfig, ["@", str(path / "rl.toml")])
+    assert Path(scored.models["rm"].model) == learners[1].run_path / "weights" / "best"
+    assert [env.args["reward"] for env in scored.orchestrator.env] == ["models.rm"]
+    assert scored.model.name == learners[0].model.name
+
+
+def test_an_adapter_on_pairs_has_a_rate_of_its_own():
+    path = EXAMPLES / "preference" / "smollm2"
+    whole, adapted = (
+        load(SFTConfig, ["@", str(path / "dpo.toml"), *more]) for more in ([], ["@", str(path / "lora.toml")])
+    )
+    assert adapted.model.lora and adapted.optim.lr >= 10 * whole.optim.lr and adapted.run_path != whole.run_path
+
+
 def test_the_three_files_of_reverse_text_are_its_one_file(monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
     folder = "examples/reverse_text/rl"

@@ -18,9 +18,10 @@ from stretto.config.root import RLConfig
 from stretto.envs.base import Reply
 from stretto.envs.multi_turn import Episode
 from stretto.examples.smollm2 import model as fetching
-from stretto.examples.smollm2.tasks import PermutedWords, Prices, Words, starts_with
+from stretto.examples.smollm2.tasks import PermutedWords, Prices, Words, in_number, starts_with
 from stretto.launch.plan.plan import plan
 from stretto.records.rollout import Task
+from stretto.vime import Sample
 from stretto_start import demo as demos
 
 ROOT = Path(__file__).parents[3]
@@ -49,8 +50,12 @@ def test_the_reward_falls_with_each_word_too_many_too_few_or_written_twice(reply
     episode = Episode(task, [*Words().prompt(task), {"role": "assistant", "content": reply}])
     result = Words().score(episode)
     assert result.reward == reward and result.metrics["exact"] == (reward == 1)
+    sample = Sample(prompt="<|im_start|>user\nWrite 4 words about the old bridge.", response=reply)
+    assert in_number(None, sample) == reward
     episode.is_truncated = True
     assert Words().score(episode).reward == Words().score(episode).metrics["exact"] == 0
+    sample.status = Sample.Status.TRUNCATED
+    assert in_number(None, sample) == 0
 
 
 def test_held_out_tasks_are_none_of_those_trained_on() -> None:

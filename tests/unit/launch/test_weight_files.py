@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
-from stretto.check.weights import check_weights
+from stretto.check.weights import check_weights, check_weights_of
 from stretto.cli import main
+from stretto.config.load import load
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import LoRASection, ModelSection, ScratchSection
 from stretto.data.weight_files import untrained_rows
 from stretto.models.hub import random_model, save_hf
@@ -192,6 +194,18 @@ def test_adapters_are_for_layers_that_the_model_has(model: Path, target: str, sa
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize(("verb", "key"), [("rl", "trainer.optim"), ("sft", "optim")], ids=["rl", "sft"])
+def test_an_adapter_with_the_rate_of_whole_weights_is_a_warning(
+    verb: str, key: str, model: Path, tmp_path: Path
+) -> None:
+    words = [*words_of(verb, model, tmp_path)[1:], "--model.lora.rank", "4"]
+    cls: type[RLConfig | SFTConfig] = RLConfig if verb == "rl" else SFTConfig
+    assert any(f"[{key}] lr = 1e-06" in text and "as to 0.0001" in text for text in check_weights_of(load(cls, words)))
+    for others in ([f"--{key}.lr", "1e-4"], [f"--{key}.type", "sgd"]):
+        assert not check_weights_of(load(cls, [*words, *others]))
+    assert not check_weights_of(load(cls, words[:-2]))
+
+
 def test_families_of_transformers_are_compared_with_its_own_model(tmp_path: Path) -> None:
     from transformers import GraniteConfig, GraniteForCausalLM
 

@@ -18,7 +18,8 @@ from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logg
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.status import FINISH_VAR
 from stretto.chat import templates
-from stretto.config.load import dump, write_json
+from stretto.config.load import dump, load, write_json
+from stretto.config.root import SFTConfig
 from stretto.monitors.file import read_metrics
 from stretto.trainer import sft
 from stretto.trainer.batch.sft_data import ExampleOrder
@@ -292,6 +293,21 @@ def test_epochs_end_the_run_and_the_last_batch_is_smaller(tmp_path):
     assert [row["progress/total_samples"] for row in rows] == [32, 64, 80]
     assert rows[-1]["progress/epoch"] == 2
     assert not cfg.run_dir.checkpoints.exists()
+
+
+def test_a_schedule_in_shares_is_one_of_the_steps_of_the_epochs(tmp_path):
+    toml = tmp_path / "c.toml"
+    toml.write_text(
+        'max_epochs = 2\nbatch_size = 32\n[data]\ntype = "environment"\nid = "sort-letters"\n'
+        '[scheduler]\ntype = "linear"\nwarmup_steps = 0.1\ndecay_steps = 0.9\n'
+    )
+    schedule = load(SFTConfig, ["@", str(toml), "--model.name", "x"]).scheduler
+    rates = []
+    for number, wanted in enumerate((schedule.model_dump(), {"type": "linear", "warmup_steps": 0, "decay_steps": 3})):
+        cfg = config(tmp_path / str(number), max_steps=None, max_epochs=2, batch_size=32, ckpt=None, scheduler=wanted)
+        sft.main(cfg)
+        rates.append([row["optim/lr"] for row in read_metrics(cfg.run_dir.metrics("sft"))])
+    assert rates[0] == rates[1] and rates[0] == sorted(rates[0], reverse=True) and len(set(rates[0])) == 3
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from stretto.families.table import VISION_FAMILIES, traits_of
 def schedule(s: Any, at: At) -> Problems:
     """A falling schedule needs an end and must fit before it, after steps of the critic alone."""
     scheduler, last, end = s.scheduler, s.max_steps, at("max_steps")
+    is_counted = isinstance(s, SFTConfig) and s.max_epochs is not None  # the rows say how many steps its epochs are
     for key in ("warmup_steps", "decay_steps"):
-        if last is None and isinstance(getattr(scheduler, key, None), float):
+        if last is None and not is_counted and isinstance(getattr(scheduler, key, None), float):
             share = at(f"scheduler.{key}")
             yield Problem((share, end), f"{share} is a share of max_steps; give {end.path}, or a number of steps")
             return

@@ -94,8 +94,8 @@ class ConstantScheduler(Section):
 
     type: Literal["constant"] = "constant"
     warmup_steps: Steps = 10
-    """Steps of linear rise from 0; a number below 1 is a share of max_steps. Adam's first steps are large: without a
-    rise they can move a policy so far that it does not come back."""
+    """Steps of linear rise from 0; a number below 1 is a share of max_steps, or in `sft` of the steps that max_epochs
+    gives. Adam's first steps are large: without a rise they can move a policy so far that it does not come back."""
 
 
 class FallingScheduler(Section):
@@ -103,7 +103,8 @@ class FallingScheduler(Section):
 
     type: str
     warmup_steps: Steps = 10
-    """Steps of linear rise from 0; a number below 1 is a share of max_steps."""
+    """Steps of linear rise from 0; a number below 1 is a share of max_steps, or in `sft` of the steps that max_epochs
+    gives."""
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end."""
 
@@ -113,7 +114,8 @@ class LinearScheduler(FallingScheduler):
 
     type: Literal["linear"] = "linear"
     decay_steps: Steps = 10
-    """Steps of linear fall before max_steps; a number below 1 is a share of max_steps."""
+    """Steps of linear fall before max_steps; a number below 1 is a share of max_steps, or in `sft` of the steps that
+    max_epochs gives."""
 
 
 class CosineScheduler(FallingScheduler):

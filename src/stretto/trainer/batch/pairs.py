@@ -2,7 +2,8 @@
 
 A row of data has a prompt, a better and another reply, in the forms that TRL reads: messages, or texts; without a
 prompt the replies are whole conversations. `DPO` trains the replies' tokens; a reward model is read at the end of the
-whole conversation, as the chat template shows it. A pair is one item, so nothing splits it; a document is one reply
+whole conversation, as the chat template shows it. A row may say of a reply that it was cut (`chosen_is_cut`): it was
+sampled without its end, which is then not trained. A pair is one item, so nothing splits it; a document is one reply
 with its prompt, the better one first.
 """
 
@@ -30,7 +31,7 @@ from stretto.records.sample import MicroBatch
 from stretto.trainer.batch.sft_data import Example, micro_batch_of, mix
 
 if TYPE_CHECKING:
-    from jaxtyping import Float64, Int32
+    from jaxtyping import Bool, Float64, Int32
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class PairRow:
     replies: tuple[list[Message], list[Message]] | tuple[str, str]
     tools: list[dict[str, Any]] | None = None
     margin: float = 0.0
+    is_cut: tuple[bool, bool] = (False, False)
+    """Whether a reply was sampled without its end."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,9 @@ def parse_pair(record: Any, data: PreferenceData, where: str) -> PairRow:
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{where}: {data.chosen_key} and {data.rejected_key} must both be messages, or both texts.")
     margin = _margin(record.get(data.margin_key), data.margin_key, where)
+    is_cut = _is_cut(record, data.chosen_key, where), _is_cut(record, data.rejected_key, where)
     if data.text == "raw":
-        return _raw_row(prompt, chosen, rejected, data, where, margin)
+        return replace(_raw_row(prompt, chosen, rejected, data, where, margin), is_cut=is_cut)
     tools = parse_tools(record.get(data.tool_key), "tools", where)
     if prompt is None and isinstance(chosen, str):
         raise DataError(
@@ -156,7 +160,7 @@ def parse_pair(record: Any, data: PreferenceData, where: str) -> PairRow:
     else:
         messages = parse_messages(prompt, data.prompt_key, where, role_of_text="user")
     shown = with_images([*messages], record, where)
-    return PairRow(where, shown, (replies[0], replies[1]), tools, margin)
+    return PairRow(where, shown, (replies[0], replies[1]), tools, margin, is_cut)
 
 
 def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -171,6 +175,14 @@ def _margin(value: Any, key: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
         raise DataError(f"{where}: {key} must be a number, got {value!r} (data.margin_key).")
     return float(value)
+
+
+def _is_cut(record: dict[str, Any], key: str, where: str) -> bool:
+    """What the row says of the reply `key`: whether it was cut, False without a word."""
+    value = record.get(name := f"{key}_is_cut")
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise DataError(f"{where}: {name} must be true or false, got {value!r}: whether the reply {key!r} was cut.")
 
 
 def _raw_row(prompt: Any, chosen: Any, rejected: Any, data: PreferenceData, where: str, margin: float) -> PairRow:
@@ -203,7 +215,7 @@ def render_pair(row: PairRow, renderer: Renderer, loss_mask: LossMaskSection, *,
     Raises: DataError, ConfigError with the row's file and line if the model cannot take it.
     """
     try:
-        found = [_render_reply(row, reply, renderer, loss_mask, is_scored) for reply in row.replies]
+        found = [_render_reply(row, side, renderer, loss_mask, is_scored) for side in (0, 1)]
     except StrettoError as cause:
         raise type(cause)(f"{row.where}: {cause}") from cause
     except (KeyError, TypeError, ValueError) as cause:
@@ -219,13 +231,15 @@ def render_pair(row: PairRow, renderer: Renderer, loss_mask: LossMaskSection, *,
 
 
 def _render_reply(
-    row: PairRow, reply: list[Message] | str, renderer: Renderer, loss_mask: LossMaskSection, is_scored: bool
+    row: PairRow, side: int, renderer: Renderer, loss_mask: LossMaskSection, is_scored: bool
 ) -> Example | str:
+    reply, is_cut = row.replies[side], row.is_cut[side]
     if isinstance(reply, str):
         assert isinstance(row.prompt, str)
-        return _raw_example(row.prompt + reply, renderer, is_scored)
+        return _raw_example(row.prompt + reply, renderer, is_scored, is_cut)
     assert not isinstance(row.prompt, str)
     messages = [*row.prompt, *reply]
+    renderer.refuse_rendered(messages, 'set data.text = "raw", or give messages')
     if is_scored:
         ids = renderer.render_leading([{k: v for k, v in m.items() if k != STEP_MASK} for m in messages], row.tools)
         return scored_example(ids, renderer.images_of(messages))
@@ -238,11 +252,21 @@ def _render_reply(
     ids, mask, num_messages = found.examples[0]
     mask = mask.copy()
     mask[:1] = False
+    if is_cut:
+        mask &= ~_ends(ids, mask, renderer)
     if not mask.any():
         return "have no trained token"
     end = int(np.flatnonzero(mask)[-1]) + 1
     images = renderer.images_of(masked[:num_messages])
     return Example(ids[:end].copy(), mask[:end], renderer.images_within(ids, images, end))
+
+
+def _ends(
+    ids: Int32[np.ndarray, " tokens"], mask: Bool[np.ndarray, " tokens"], renderer: Renderer
+) -> Bool[np.ndarray, " tokens"]:
+    """Where the end tokens are behind which nothing else is trained: a cut reply was sampled without them."""
+    others = np.flatnonzero(mask & ~np.isin(ids, renderer.stop_ids))
+    return np.arange(len(ids)) > (others[-1] if len(others) else -1)
 
 
 def scored_example(ids: Int32[np.ndarray, " tokens"], images: tuple[Image, ...] = ()) -> Example:
@@ -252,10 +276,10 @@ def scored_example(ids: Int32[np.ndarray, " tokens"], images: tuple[Image, ...] 
     return Example(np.append(ids, ids[-1]).astype(np.int32), mask, images)
 
 
-def _raw_example(text: str, renderer: Renderer, is_scored: bool) -> Example:
-    """A text with the end token behind it; every token but the first is trained, or it is scored."""
+def _raw_example(text: str, renderer: Renderer, is_scored: bool, is_cut: bool) -> Example:
+    """A text with the end token behind it unless it was cut; every token but the first is trained, or it is scored."""
     ids, end = _raw_ids(text, renderer), renderer.tokenizer.eos_token_id
-    if end is not None and ids[-1:].tolist() != [end]:
+    if end is not None and not is_cut and ids[-1:].tolist() != [end]:
         ids = np.append(ids, end).astype(np.int32)
     if is_scored:
         return scored_example(ids)

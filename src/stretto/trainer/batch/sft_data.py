@@ -175,6 +175,7 @@ def render_row(row: Row, renderer: Renderer, loss_mask: LossMaskSection) -> SftR
     Raises: DataError, ConfigError with the row's file and line if the model cannot take it.
     """
     try:
+        renderer.refuse_rendered(row.messages, "give messages, or the text of the question alone")
         return renderer.render_sft(row.messages, loss_mask, row.tools)
     except StrettoError as cause:
         raise type(cause)(f"{row.where}: {cause}") from cause

@@ -17,6 +17,7 @@ from stretto.config.sections.sft import LossMaskSection, PreferenceData
 from stretto.monitors.file import read_metrics
 from stretto.trainer import sft
 from stretto.trainer.batch.pairs import Pairs, load_pairs, pack_pairs, parse_pair, render_pair
+from stretto.trainer.batch.sft_data import parse_row, render_row
 from stretto.trainer.pairs import reference_of
 
 pytestmark = pytest.mark.heavy
@@ -106,6 +107,32 @@ def test_raw_texts_are_tokens_as_they_are(record, renderer):
     assert texts(found, renderer)[0].lstrip().startswith("abcd")
 
 
+def test_text_that_the_template_has_shown_already_is_not_shown_again(renderer):
+    """As `stretto export --text` writes it."""
+    prompt = renderer.render_text([USER])
+    record = {"prompt": prompt, "chosen": "abcd<|im_end|>", "rejected": "acbd<|im_end|>"}
+    with pytest.raises(DataError, match=r'f:1: the prompt begins with .* set data.text = "raw"'):
+        rendered(record, renderer)
+    assert renderer.decode(rendered(record, renderer, text="raw").replies[0].token_ids) == prompt + "abcd<|im_end|>"
+    row = parse_row({"prompt": prompt, "completion": "abcd"}, "f:1")
+    with pytest.raises(DataError, match=r"f:1: the prompt begins with .* give messages"):
+        render_row(row, renderer, LossMaskSection())
+
+
+@pytest.mark.parametrize("keys", [{}, {"text": "raw"}], ids=["chat", "raw"])
+def test_the_end_of_a_reply_that_was_cut_is_not_trained(keys, renderer):
+    """It was not sampled: DPO would push down the end of what should have ended."""
+    record = {"prompt": "sort dcab ", "chosen": "abcd", "rejected": "acbd"}
+    whole = rendered(record, renderer, **keys)
+    cut = rendered(record | {"chosen_is_cut": None, "rejected_is_cut": True}, renderer, **keys)
+    assert [text.strip() for text in texts(whole, renderer)] == ["abcd<|im_end|>", "acbd<|im_end|>"]
+    assert [text.strip() for text in texts(cut, renderer)] == ["abcd<|im_end|>", "acbd"]
+    swapped = rendered(
+        record | {"rejected_is_cut": True}, renderer, chosen_key="rejected", rejected_key="chosen", **keys
+    )
+    assert [text.strip() for text in texts(swapped, renderer)] == ["acbd", "abcd<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     "record, keys, said",
     [
@@ -115,6 +142,11 @@ def test_raw_texts_are_tokens_as_they_are(record, renderer):
         ({"chosen": [GOOD], "rejected": [BAD]}, {}, "begin with different messages"),
         ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, {}, "both be messages, or both texts"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, {}, "margin must be a number"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "chosen_is_cut": 1},
+            {},
+            "chosen_is_cut must be true or false",
+        ),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {"text": "raw"}, 'text with data.text = "raw"'),
         ({"chosen": "b", "rejected": "c"}, {"text": "raw"}, "begin with different text"),
     ],
