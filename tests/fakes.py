@@ -318,8 +318,9 @@ class FakeTrainer:
             metrics = {"loss/mean": 0.5, "mismatch_kl/mean": 1e-7}
             self._emit(StepDone(step=self.step, metrics=metrics, time_s=self.time_s))
             if order[0].is_sent:
-                await asyncio.sleep(self.publish_s)
-                self._emit(StepMetrics(step=self.step, metrics={"time/publish": self.publish_s}))
+                if self.publish_s:
+                    await asyncio.sleep(self.publish_s)
+                    self._emit(StepMetrics(step=self.step, metrics={"time/publish": self.publish_s}))
                 self._publish()
             if self.die_after == self.step:
                 self._events.put_nowait(Event(0, Failed(reason="killed")))

@@ -237,7 +237,7 @@ def test_the_state_of_megatrons_optimizer_is_that_of_a_run_that_begins_with_it(t
     name = "model.embed_tokens.weight"
     for key, found in (("param", learner.policy.model.embed_tokens.weight), ("exp_avg", states[name]["exp_avg"])):
         assert torch.equal(found, whole(key, "embedding.word_embeddings.weight")), key
-    # Of a layer: gate before up, in one matrix of all layers.
+    # A layer has gate before up, in one matrix of all layers.
     gate_up = TorchDist(OPTIMIZER, state="exp_avg_sq").find("decoder.layers.1.mlp.linear_fc1.weight")[:, :]
     own = [states[f"model.layers.1.mlp.{part}_proj.weight"]["exp_avg_sq"] for part in ("gate", "up")]
     assert torch.equal(torch.cat(own), gate_up) and float(gate_up.max()) > 0

@@ -121,7 +121,7 @@ async def test_with_a_token_only_who_has_it_is_answered(path: Path) -> None:
         ("test/curve?key=reward/mean&axis=moon", 400, "the axes are step, time, tokens"),
         ("test/curve?key=reward/mean&smooth=nan", 400, "smooth: 'nan' is not a number"),
         ("test/logs?level=loud", 400, "the levels are debug"),
-        ("test/evals?version=77", 200, ""),
+        ("test/evals?version=77", 400, "evaluated versions"),
     ],
 )  # fmt: skip
 async def test_a_wrong_question_gets_one_message(page: TestClient, route: str, status: int, says: str) -> None:

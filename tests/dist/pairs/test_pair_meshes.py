@@ -18,7 +18,7 @@ from ranks import run_ranks
 def on_meshes(request, tmp_path_factory):
     """Results of the cases that this session asks for; one process group for each number of ranks."""
     folder = tmp_path_factory.mktemp("pairs")
-    asked = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    asked = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
     found = [case for case in CASES if case in asked]
     for world_size in (2, 4):
         names = [case for case in found if case.startswith(f"{world_size}-")]

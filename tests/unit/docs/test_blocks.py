@@ -107,9 +107,11 @@ def test_every_other_command_is_ours_or_has_its_reason() -> None:
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
 def test_every_configuration_plans(
-    block: Block, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    block: Block, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verb, text = whole_config(block)
+    for name in re.findall(r'api_key_var = "(\w+)"', text):
+        monkeypatch.setenv(name, "a-key")
     (tmp_path / "config.toml").write_text(text)
     if any(each in (block.reason or "") for each in ("on the Hub", "not installed")):
         load(

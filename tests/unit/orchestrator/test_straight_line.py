@@ -56,10 +56,10 @@ def changes_of(entered: list[tuple[str, str]]) -> Counter[str]:
     return Counter(f"{a} -> {b}" for (a, _), (b, _) in pairwise(entered) if a != b)
 
 
-def test_one_step_changes_the_file_fewer_than_120_times(tmp_path, monkeypatch):
+def test_one_step_changes_the_file_at_most_120_times(tmp_path, monkeypatch):
     monkeypatch.setattr(aio, "SLICE_S", math.inf)  # a busy machine would cut work into more slices
     entered = entered_functions(tmp_path)
     changes = changes_of(entered)
     most = ", ".join(f"{count} {change}" for change, count in changes.most_common(10))
-    assert changes.total() < MAX_CHANGES, f"{changes.total()} changes of file; most often {most}"
+    assert changes.total() <= MAX_CHANGES, f"{changes.total()} changes of file; most often {most}"
     assert ("orchestrator/groups/buffer.py", "Buffer.complete") in entered, "the group was played under watch"

@@ -7,6 +7,7 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -95,7 +96,8 @@ async def orchestrate(
         await server.wait_registered(TIMEOUT_S)
         for step in range((resume_step or 0) + 1, last + 1):
             if (batch := batches(step)) is not None:
-                await sender.send([batch])
+                is_sent = step % cfg.weight_broadcast.interval == 0 or step == cfg.max_steps
+                await sender.send([msgspec.structs.replace(batch, is_sent=is_sent)])
 
     async def hear():
         async for event in server.events():

@@ -94,7 +94,9 @@ class ChosenKernels:
         scale: float,
         *,
         has_means: bool,
-    ) -> tuple[Float[Tensor, "queries heads value_dim"], Float[Tensor, "queries heads"], Tensor | None]:
+    ) -> tuple[
+        Float[Tensor, "queries heads value_dim"], Float[Tensor, "queries heads"], Float[Tensor, "queries chosen"] | None
+    ]:
         """Softmax attention whose values are the first dims of k.
 
         Also the logs of the sums of exponentials, for the backward pass, and the weights averaged over heads,
@@ -150,7 +152,7 @@ class ChosenKernels:
         counts: Int[np.ndarray, " queries"],
         attention: Float[Tensor, "queries chosen"],
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Float[Tensor, "queries heads dim"], Float[Tensor, "queries heads"], Float[Tensor, "keys dim"]]:
         """Gradients of queries, weights and keys of scale * index_loss, in their dtypes."""
         parts = [_floats(part) for part in (queries, weights, keys)]
         chosen = chosen.contiguous()
