@@ -114,7 +114,11 @@ class EngineClient:
         if request.session_id is not None:
             headers = headers | dict.fromkeys(self._session_headers, request.session_id)
         mark = self._handover.mark()
-        url, data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
+        try:
+            url, data = await self._dispatch.send(_name(request.request_id), body, headers, request.session_id)
+        except gate.Ended:
+            empty = Completion(token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason=ABORTED)
+            return [empty] * request.n
         completions = decode_completions(request, data)
         self.num_replies += 1
         if not self._handover.covers(url, mark) or not any(each.finish_reason == ABORTED for each in completions):
@@ -458,6 +462,7 @@ class EngineClient:
         """End these requests with the tokens they have; None: all requests."""
         ids = None if request_ids is None else list(request_ids)
         self._handover.num_aborts += 1
+        self._dispatch.end_held(None if ids is None else map(_name, ids))
         await self._all("POST", api.ABORT, msgspec.json.encode({"request_ids": ids}))
 
     async def load_adapter(self, name: str, directory: str) -> None:
@@ -589,6 +594,11 @@ async def _gather_loads(loads: list[asyncio.Task[None]], grace_s: float | None) 
     outcomes = await asyncio.gather(*loads, return_exceptions=True)
     too_late = EngineError(f"its update did not end within {grace_s} s after that of another engine failed")
     return [too_late if load in late else outcome for load, outcome in zip(loads, outcomes)]
+
+
+def _name(request_id: str) -> str:
+    """A request for tokens in messages."""
+    return f"generate {request_id}"
 
 
 def _sleep_route(level: int) -> str:
