@@ -442,14 +442,11 @@ class HostReceiver(_GroupReceiver):
         part = self._location.parts[sender]
         own = (msgspec.structs.replace(entry, shard=0) for entry in self.manifest.tensors if entry.shard == sender)
         mapped = WeightManifest(
-            version=self.manifest.version,
-            transport="shm",
-            location=str(part.directory),
-            shards=(str(part.fd),),
-            tensors=tuple(own),
+            version=self.manifest.version, transport="shm",
+            location=str(part.directory), shards=(str(part.fd),), tensors=tuple(own),
             checksum=combine_checksums([part.checksum]),
             checksum_kind=self.manifest.checksum_kind,
-        )
+        )  # fmt: skip
         try:
             return ShmReceiver(mapped)
         except WireError as error:
