@@ -110,8 +110,8 @@ class EngineClient:
     async def _generate_samples(self, request: GenerateRequest) -> list[Completion]:
         """The samples of one HTTP request; what an engine had begun when it was drained is continued on another."""
         body = api.encode_generate(request, request.adapter or self.model)
-        names = () if request.session_id is None else self._session_headers
-        headers = api.JSON_HEADERS | dict.fromkeys(names, request.session_id)
+        session = request.session_id
+        headers = api.JSON_HEADERS | ({} if session is None else dict.fromkeys(self._session_headers, session))
         mark = self._handover.mark()
         try:
             url, data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
