@@ -440,21 +440,18 @@ class HostReceiver(_GroupReceiver):
     def _map(self, sender: int) -> ShmReceiver:
         """The tensors of a sender on this machine."""
         part = self._location.parts[sender]
-        entries = [entry for entry in self.manifest.tensors if entry.shard == sender]
+        own = (msgspec.structs.replace(entry, shard=0) for entry in self.manifest.tensors if entry.shard == sender)
         mapped = WeightManifest(
-            version=self.manifest.version,
-            transport="shm",
-            location=str(part.directory),
-            shards=(str(part.fd),),
-            tensors=tuple(msgspec.structs.replace(entry, shard=0) for entry in entries),
+            version=self.manifest.version, transport="shm",
+            location=str(part.directory), shards=(str(part.fd),), tensors=tuple(own),
             checksum=combine_checksums([part.checksum]),
             checksum_kind=self.manifest.checksum_kind,
-        )
+        )  # fmt: skip
         try:
             return ShmReceiver(mapped)
         except WireError as error:
-            ended = f"rank {sender} of the trainer, process {part.pid} of this machine, has ended, with its weights"
-            raise error if part.is_near else WireError(f"{ended}; see its log, --resume continues the run") from None
+            who = f"rank {sender} of the trainer, process {part.pid} of this machine, has ended, with its weights"
+            raise error if part.is_near else WireError(f"{who}; its log says why, --resume continues the run") from None
 
     def _start_receive(self, sender: int, group: HeldGroup) -> list[tuple[torch.Tensor, Any]]:
         """Start to receive all buckets of a sender; returns their bytes, and the works to wait for."""
@@ -587,8 +584,9 @@ def close_all() -> None:
 
 def build_publisher(cfg: CollectiveWeights, ranks: Ranks) -> CollectivePublisher:
     """The publisher of a section."""
-    timeout_s = cfg.join_timeout_s
-    return CollectivePublisher(cfg.host, cfg.port, bucket_bytes=cfg.bucket_bytes, timeout_s=timeout_s, ranks=ranks)
+    return CollectivePublisher(
+        cfg.host, cfg.port, bucket_bytes=cfg.bucket_bytes, timeout_s=cfg.join_timeout_s, ranks=ranks
+    )
 
 
 def build_receiver(
@@ -597,4 +595,5 @@ def build_receiver(
     """The receiver of a version; `receive` is for transports within others."""
     assert group is not None
     device = device or torch.device("cpu")
-    return (HostReceiver if device.type == "cpu" else DeviceReceiver)(manifest, group, worker, device)
+    kind = HostReceiver if device.type == "cpu" else DeviceReceiver
+    return kind(manifest, group, worker, device)

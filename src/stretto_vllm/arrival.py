@@ -10,6 +10,8 @@ ranks no thread may broadcast beside them, because two NCCL communicators at onc
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -21,6 +23,7 @@ from stretto.transports.weights.layout import NamedTensor, Receiver
 
 ROOM = 1.2
 """How much more memory must be available than a version takes."""
+GPUS = "/proc/driver/nvidia/gpus"
 
 
 class HostTensors(Receiver):
@@ -78,7 +81,7 @@ class Arrival:
     def drop(self) -> None:
         """Close what was received, now or when it is here."""
         version, self._version = self._version, None
-        if version is not None:
+        if version is not None and not version.cancel():
             version.add_done_callback(_close)
 
     def close(self) -> None:
@@ -96,10 +99,18 @@ def _close(version: Future[Receiver]) -> None:
         version.result().close()
 
 
+def num_gpus_of_host() -> int:
+    """GPUs of this machine, whose engines receive together; without NVIDIA's driver no number limits them."""
+    try:
+        return len(os.listdir(GPUS))
+    except OSError:
+        return sys.maxsize
+
+
 def reason_to_stop(manifest: WeightManifest, device: torch.device, *, num_ranks: int, num_workers: int) -> str | None:
     """Why a worker cannot receive a version while it decodes; None if it can.
 
-    num_ranks: that compute a step together. num_workers: of this engine on this host.
+    num_ranks: that compute a step together. num_workers: that receive on this host.
     """
     if device.type == "cpu" or not manifest.needs_group:
         return None

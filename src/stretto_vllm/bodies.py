@@ -46,8 +46,6 @@ _KINDS: dict[str, type[Any]] = {
     api.ABORT: api.AbortBody,
     api.ABORT_REQUESTS: api.AbortBody,
 }
-_SALTED = frozenset({api.GENERATE, api.COMPLETIONS, api.CHAT_COMPLETIONS})
-"""Routes whose requests may use what is cached of earlier ones."""
 _WITHOUT_BODY = {api.PAUSE, api.RESUME, api.START_UPDATE, api.RESET_PREFIX_CACHE, api.SLEEP, api.WAKE_UP}
 """Routes that ignore their body."""
 _VLLM_ONLY = frozenset({"structured_outputs", "kv_transfer_params", "ec_transfer_params", "stream", "stream_options",
@@ -103,19 +101,14 @@ class CheckedBody:
     has_grammar: bool = False
 
 
-def check(path: str, data: bytes, sizes: EngineSizes, salt: str | None = None) -> CheckedBody:
-    """Check the body of a request to vLLM. Raises: Refusal if vLLM must not read it.
-
-    salt: of the weights that the engine has, for requests without one of their own.
-    """
+def check(path: str, data: bytes, sizes: EngineSizes) -> CheckedBody:
+    """Check the body of a request to vLLM. Raises: Refusal if vLLM must not read it."""
     if path in _WITHOUT_BODY or (path in (api.ABORT, api.ABORT_REQUESTS) and not data):
         return CheckedBody(data)
     body = api.decode_json(data, dict[str, Any])
     _check_depth({name: value for name, value in body.items() if name != "token_ids"})
     if (kind := _KINDS.get(path)) is not None:
         api.decode_json(data, kind)
-    if salt is not None and path in _SALTED and body.get("cache_salt") is None:
-        data = msgspec.json.encode(body | {"cache_salt": salt})
     if path == api.GENERATE:
         _check_generate(body, sizes)
         return CheckedBody(data, "structured_outputs" in body["sampling_params"])

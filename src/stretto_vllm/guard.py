@@ -70,6 +70,8 @@ class Guard:
                 body = await self._check_request(scope, receive, open_request)
                 if body is not None:
                     receive = _replay(body.data, receive)
+                if scope["path"] == api.PAUSE and (updates := getattr(scope["app"].state, "updates", None)):
+                    await updates.until_loaded()
                 open_request.enter_context(suppress(_CallFailed))
                 open_request.enter_context(self._order.call(scope["path"] if scope["method"] == "POST" else ""))
                 await self._forward(scope, receive, _Answer(scope, body, send))
@@ -111,11 +113,10 @@ class Guard:
             check_queue(self._num_open - sizes.max_num_seqs, self._max_waiting)
         if path not in GENERATING:
             return check(path, await _read(receive, sizes.max_body_bytes(path)), sizes)
-        updates = getattr(scope["app"].state, "updates", None)
         hold = open_request.enter_context(self._open_bytes.request(int(headers.get(b"content-length") or 0)))
         data = await _read(receive, sizes.max_body_bytes(path))
         hold(len(data))
-        return check(path, data, sizes, updates and updates.salt)
+        return check(path, data, sizes)
 
 
 async def _read(receive: Receive, limit: int) -> bytes:

@@ -109,9 +109,9 @@ async def world_size(request: Request) -> JSONResponse:
 @router.post(api.START_UPDATE)
 async def start_update(request: Request) -> Response:
     """vLLM's, also after an update that was not finished; says whether UPDATE_WEIGHTS alone would do."""
-    client = request.app.state.engine_client
+    client, updating = request.app.state.engine_client, request.app.state.updates
     with weight_operation_metrics().record("start"):
-        await client.collective_rpc("stretto_start_update")
+        await updating.start(request.state.update_order)
     started = encode_started(loads_between_steps=loads_between_steps(client.vllm_config))
     return Response(started, media_type="application/json")
 

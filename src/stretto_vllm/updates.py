@@ -1,6 +1,7 @@
 """Weight updates that vLLM's server runs by itself: its workers receive while they decode, and stop for the copy alone.
 
-    RECEIVING    a thread of each worker receives and verifies; steps go on     -> STOPPED; SERVING if that fails
+    RECEIVING    a thread of each worker receives and verifies; steps go on     -> STOPPED; SERVING if that fails, or if
+                                                                                   START_UPDATE begins another update
     STOPPED      the scheduler is paused, requests keep their caches            -> LOADING; SERVING if bytes changed
     LOADING      workers load                                                   -> SERVING; stays paused if that fails
 
@@ -44,18 +45,51 @@ class Updates:
         self._lock = asyncio.Lock()
         self._noted: set[str] = set()
         self._running: set[asyncio.Task[None]] = set()
+        self._loading: asyncio.Task[Any] | None = None
+        self._num_started = 0
+        """Updates that START_UPDATE has begun; each ends those that are receiving."""
         self.is_receiving = False
         """Whether workers answer although an update runs."""
         self.salt: str | None = None
-        """It names the weights that are loaded. vLLM keeps what it has cached of others: requests run on with it."""
+        """It names the weights with which new requests are computed: those that are loaded, or being loaded.
+
+        vLLM keeps what it has cached of others, because requests run on with it.
+        """
+        core = client.engine_core
+        add = core.add_request_async
+
+        async def add_salted(request: Any) -> None:
+            if request.cache_salt is None:
+                request.cache_salt = self.salt
+            await add(request)
+
+        core.add_request_async = add_salted  # those of all routes
+
+    async def start(self, order: UpdateOrder) -> None:
+        """START_UPDATE: an earlier update gives its version up, or loads it to the end; its caller may have left it."""
+        self._num_started += 1
+        await self._call("stretto_drop_arrival")
+        async with self._lock:
+            # The earlier update may have resumed the engine.
+            await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            order.state = UpdateState.STARTED
+            await self._call("stretto_start_update")
+
+    async def until_loaded(self) -> None:
+        """Wait while workers load: a pause counts from then on, and is not ended with that of the update."""
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
 
     async def load_paused(self, info: dict[str, Any]) -> None:
         """Load a version between START_UPDATE and FINISH_UPDATE."""
-        await self._call("update_weights", info)
         self._note(info["manifest"])
+        await self._call("update_weights", info)
 
     def _note(self, manifest: Mapping[str, Any]) -> None:
-        """A version has been loaded: salt requests anew, and say once what it does not change."""
+        """A version is being loaded: salt requests anew, and say once what it does not change.
+
+        The engine is paused, and runs again with this version or a later one only.
+        """
         probe = " of a probe" if manifest.get("is_probe") else ""
         drafts = self._client.vllm_config.speculative_config
         if self.salt is None and drafts is not None and drafts.use_eagle():
@@ -78,18 +112,18 @@ class Updates:
         await asyncio.shield(task)
 
     async def _load(self, info: dict[str, Any], order: UpdateOrder) -> None:
-        version = info["manifest"]["version"]
+        version, number = info["manifest"]["version"], self._num_started
         async with self._lock:
             started = time.perf_counter()
-            await self._receive(info)
+            await self._receive(info, number)
             stopped = time.perf_counter()
             async with self._paused(order):
-                await self._check_arrival()
+                await self._check_arrival(number)
                 order.state = UpdateState.STARTED
+                self._note(info["manifest"])
                 try:
                     await self._call("stretto_load", info)
                     await self._client.update_weight_version(str(version))
-                    self._note(info["manifest"])
                 except Exception as error:
                     raise EngineError(
                         f"version {version} was loaded in part: {error}; the engine stays paused until a whole update"
@@ -98,30 +132,42 @@ class Updates:
         message = "loaded version=%d in %.1f ms; the engine stood still for %.1f ms of them"
         logger.info(message, version, (now - started) * 1e3, (now - stopped) * 1e3)
 
-    async def _receive(self, info: dict[str, Any]) -> None:
+    async def _receive(self, info: dict[str, Any], number: int) -> None:
         """Have all workers receive a version, unless one of them cannot while it decodes.
 
-        Raises: WireError if one fails.
+        number: updates that had been started when this one came. Raises: WireError if a worker fails.
         """
         self.is_receiving = True
         try:
-            reasons = set(await self._call("stretto_receive", info)) - {None}
+            self._check_is_last(number)
+            # All are asked before one begins: it would wait for those that receive when the engine stands still.
+            reasons = set(await self._call("stretto_reason_to_stop", info)) - {None}
             for reason in sorted(reasons - self._noted):
                 logger.warning("weights are received while the engine stands still: %s", reason)
             self._noted |= reasons
+            if reasons:
+                return
+            self._check_is_last(number)
+            await self._call("stretto_receive", info)
             wait_s = POLL_S
-            while not reasons and not all(await self._call("stretto_has_arrived")):
+            while not all(await self._call("stretto_has_arrived")):
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, MAX_POLL_S)
         except Exception as error:
             raise WireError(f"{error}") from error
         finally:
             self.is_receiving = False
-        await self._check_arrival()
+        await self._check_arrival(number)
 
-    async def _check_arrival(self) -> None:
+    def _check_is_last(self, number: int) -> None:
+        """Raises: WireError if START_UPDATE has begun another update meanwhile."""
+        if number != self._num_started:
+            raise WireError("another update has been started; this one was given up")
+
+    async def _check_arrival(self, number: int) -> None:
         """Raises: WireError if a worker could not receive the version, or if its bytes have changed since."""
         try:
+            self._check_is_last(number)
             await self._call("stretto_check_arrival")
         except Exception as error:
             with contextlib.suppress(Exception):  # of an engine that is dead
@@ -131,17 +177,20 @@ class Updates:
     @contextlib.asynccontextmanager
     async def _paused(self, order: UpdateOrder) -> AsyncIterator[None]:
         """Pause the scheduler, and resume it unless an update is left unfinished, or it was paused before."""
-        before = order.state
+        before, self._loading = order.state, asyncio.current_task()
         # Not pause_generation: it waits for 20 ms after that, so that callers see all tokens first.
-        await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         try:
+            await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             yield
         except EngineError:
             raise
         except BaseException:
             await self._resume(before, order)
             raise
-        await self._resume(before, order)
+        else:
+            await self._resume(before, order)
+        finally:
+            self._loading = None
 
     async def _resume(self, before: UpdateState, order: UpdateOrder) -> None:
         order.state = before

@@ -23,11 +23,11 @@ from stretto.base.errors import ConfigError
 from stretto.records.weight_manifest import AdapterInfo, WeightGroup, WeightManifest
 from stretto.transports.weights import receive
 from stretto.transports.weights.layout import NamedTensor, Receiver
-from stretto_vllm.arrival import Arrival, reason_to_stop
+from stretto_vllm.arrival import Arrival, num_gpus_of_host, reason_to_stop
 from stretto_vllm.base import BaseWeights
 from stretto_vllm.patches.loaders import keep_copied_weights
 from stretto_vllm.patches.policy import policy
-from stretto_vllm.worker import num_workers, worker_index
+from stretto_vllm.worker import worker_index
 
 
 @dataclass
@@ -78,20 +78,21 @@ class StrettoWeights(WeightTransferEngine[NoInitInfo, ManifestInfo]):
     def arrival(self) -> Arrival:
         return Arrival()
 
-    def begin(self, update_info: dict[str, Any]) -> str | None:
-        """Start to receive a version while steps go on; returns why this worker cannot, None if it does.
+    def reason_to_stop(self, update_info: dict[str, Any]) -> str | None:
+        """Why this worker cannot receive a version while steps go on; None if it can.
 
         Raises: ConfigError for a version that this engine does not load.
         """
         self.arrival.drop()
         manifest, group = _read(self.parse_update_info(update_info))
         self._check_kind(manifest.adapter)
-        reason = reason_to_stop(
-            manifest, self.device, num_ranks=self._num_ranks, num_workers=num_workers(self.parallel_config)
-        )
-        if reason is None:
-            self.arrival.begin(lambda: self._receive(manifest, group))
-        return reason
+        num_workers = max(1, min(num_gpus_of_host(), group.world_size)) if group is not None else 1
+        return reason_to_stop(manifest, self.device, num_ranks=self._num_ranks, num_workers=num_workers)
+
+    def begin(self, update_info: dict[str, Any]) -> None:
+        """Start to receive a version while steps go on."""
+        manifest, group = _read(self.parse_update_info(update_info))
+        self.arrival.begin(lambda: self._receive(manifest, group))
 
     @property
     def _num_ranks(self) -> int:

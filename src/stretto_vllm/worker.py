@@ -45,13 +45,17 @@ class WorkerExtension:
         self._weight_update_active = False
         self.start_weight_update()
 
-    def stretto_receive(self, update_info: dict[str, Any]) -> str | None:
-        """Start to receive a version while steps go on; returns why this worker cannot, None if it does.
+    def stretto_reason_to_stop(self, update_info: dict[str, Any]) -> str | None:
+        """Why this worker cannot receive a version while steps go on; None if it can.
 
         Raises: ConfigError for a version that this engine does not load.
         """
-        reason: str | None = self.weight_transfer_engine.begin(update_info)
+        reason: str | None = self.weight_transfer_engine.reason_to_stop(update_info)
         return reason
+
+    def stretto_receive(self, update_info: dict[str, Any]) -> None:
+        """Start to receive a version while steps go on."""
+        self.weight_transfer_engine.begin(update_info)
 
     def stretto_has_arrived(self) -> bool:
         """Whether the version is here and verified, or cannot be received."""

@@ -19,6 +19,12 @@ ABORTED = "abort"
 """finish_reason of a completion that was interrupted and can be continued."""
 
 
+def empty_completions(n: int) -> list[Completion]:
+    """The samples of a request that was ended before an engine had begun it."""
+    empty = Completion(token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason=ABORTED)
+    return [empty] * n
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of a rollout: a prompt and its completion.
 

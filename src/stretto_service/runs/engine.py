@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 from aiohttp import web
 
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
+from stretto.records.partial import empty_completions
 from stretto.transports.engine import api, updates
 from stretto.transports.engine.api import Refusal
 from stretto.transports.engine.completions import encode_completions
@@ -134,8 +134,7 @@ class EngineRoutes(Routes):
             await asyncio.wait({task, aborted}, return_when=asyncio.FIRST_COMPLETED)
             if task.done() or name in state.running:
                 return list(await task)
-            empty = Completion(token_ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), finish_reason="abort")
-            return [empty] * request.n
+            return empty_completions(request.n)
         finally:
             aborted.cancel()
             task.cancel()

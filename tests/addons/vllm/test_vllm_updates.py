@@ -35,12 +35,15 @@ class Engine:
 
     def __init__(self, **answers: Any) -> None:
         self.answers, self.asked, self.version = answers, [], "default"
-        self.engine_core = self
+        self.engine_core, self.added = self, []
         self.vllm_config = SimpleNamespace(speculative_config=None)
 
     async def call_utility_all_async(self, _: str, method: str, timeout_s: None, args: Any, kwargs: None) -> list[Any]:
         self.asked.append(method.removeprefix("stretto_"))
-        answer = self.answers.get(self.asked[-1], [True] * 4 if method == "stretto_has_arrived" else [None] * 4)
+        await asyncio.sleep(0)
+        answer = self.answers.get(
+            method.removeprefix("stretto_"), [True] * 4 if method == "stretto_has_arrived" else [None] * 4
+        )
         answer = next(answer) if isinstance(answer, Iterator) else answer
         if isinstance(answer, Exception):
             raise answer
@@ -53,11 +56,14 @@ class Engine:
     async def resume_generation(self) -> None:
         self.asked.append("resume")
 
+    async def add_request_async(self, request: Any) -> None:
+        self.added.append(request.cache_salt)
+
     async def update_weight_version(self, version: str) -> None:
         self.version = version
 
 
-ARRIVES = ["receive", "has_arrived", "check_arrival"]
+ARRIVES = ["reason_to_stop", "receive", "has_arrived", "check_arrival"]
 LOADS = ["pause", "check_arrival", "load", "resume"]
 
 
@@ -66,11 +72,11 @@ async def test_workers_receive_before_the_engine_is_paused():
     engine, order = Engine(has_arrived=later), UpdateOrder()
     updates = Updates(engine)
     await updates.load(INFO, order)
-    assert engine.asked == ["receive", *3 * ["has_arrived"], "check_arrival", *LOADS]
+    assert engine.asked == ["reason_to_stop", "receive", *3 * ["has_arrived"], "check_arrival", *LOADS]
     assert engine.version == "3" and order.state is UpdateState.SERVING and "version 3" in updates.salt
 
 
-@pytest.mark.parametrize("refused", ["receive", "check_arrival"])
+@pytest.mark.parametrize("refused", ["reason_to_stop", "receive", "check_arrival"])
 async def test_what_cannot_be_received_pauses_nothing(refused):
     engine, order = Engine(**{refused: WireError("checksum")}), UpdateOrder()
     updates = Updates(engine)
@@ -86,6 +92,33 @@ async def test_bytes_that_change_before_the_copy_leave_the_old_version_running()
         await Updates(engine).load(INFO, order)
     assert engine.asked == [*ARRIVES, "pause", "check_arrival", "drop_arrival", "resume"]
     assert order.state is UpdateState.SERVING
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_requests_that_come_while_weights_are_loaded_have_the_salt_of_these(is_paused):
+    engine, order = Engine(), UpdateOrder()
+    updates = Updates(engine)
+
+    async def ask(own: str | None = None) -> None:
+        await engine.add_request_async(SimpleNamespace(cache_salt=own))
+
+    await ask()
+    info = {"manifest": {"version": 2, "checksum": 6}}
+    await updates.load(info, order)
+    await ask()
+    loading = asyncio.create_task(updates.load_paused(INFO) if is_paused else updates.load(INFO, order))
+    for _ in range(100):
+        if engine.asked[-1] == ("update_weights" if is_paused else "load") and updates.salt != engine.added[1]:
+            break
+        await asyncio.sleep(0)
+    assert not loading.done()
+    await ask()
+    await loading
+    await ask()
+    await ask("own")
+    before, old, *new, own = engine.added
+    assert before is None and "version 2" in old and own == "own"
+    assert new == 2 * [updates.salt] and "version 3" in updates.salt
 
 
 async def test_what_was_loaded_in_part_stays_paused_and_cannot_be_resumed():
@@ -104,11 +137,11 @@ def lines(caplog, monkeypatch):
 
 
 async def test_a_worker_without_room_receives_while_the_engine_stands_still(lines):
-    engine, order = Engine(receive=[None, "no room", None, None]), UpdateOrder()
+    engine, order = Engine(reason_to_stop=[None, "no room", None, None]), UpdateOrder()
     updates = Updates(engine)
     for _ in range(2):
         await updates.load(INFO, order)
-    assert engine.asked == 2 * ["receive", "check_arrival", *LOADS]
+    assert engine.asked == 2 * ["reason_to_stop", *LOADS]  # none begins, which would wait for the others
     assert [record.message for record in lines.records if "no room" in record.message] == [
         "weights are received while the engine stands still: no room"
     ]
@@ -128,6 +161,44 @@ async def test_an_engine_that_its_caller_has_paused_stays_paused():
     order.state = UpdateState.PAUSED
     await Updates(engine).load(INFO, order)
     assert "resume" not in engine.asked and order.state is UpdateState.PAUSED
+
+
+async def test_an_update_that_is_started_ends_one_that_receives_and_waits_for_one_that_loads():
+    def arrives():
+        while True:
+            yield [True] * 4 if "drop_arrival" in engine.asked else [False] * 4
+
+    engine, order = Engine(has_arrived=arrives()), UpdateOrder()
+    updates = Updates(engine)
+    receiving, waiting = (asyncio.create_task(updates.load(INFO, order)) for _ in range(2))
+    while "has_arrived" not in engine.asked:
+        await asyncio.sleep(0)
+    await asyncio.wait_for(updates.start(order), 10)
+    for given_up in (receiving, waiting):
+        with pytest.raises(WireError, match="another update has been started"):
+            await given_up
+    assert engine.asked.count("start_update") == 1
+    assert "load" not in engine.asked and engine.version == "default" and order.state is UpdateState.STARTED
+
+    order.state = UpdateState.SERVING
+    loading = asyncio.create_task(updates.load(INFO, order))
+    while "load" not in engine.asked:
+        await asyncio.sleep(0)
+    await updates.start(order)
+    await loading
+    assert engine.asked[-3:] == ["resume", "pause", "start_update"] and order.state is UpdateState.STARTED
+
+
+async def test_a_pause_during_the_copy_comes_after_it():
+    engine, order = Engine(), UpdateOrder()
+    updates = Updates(engine)
+    await updates.until_loaded()
+    loading = asyncio.create_task(updates.load(INFO, order))
+    while "load" not in engine.asked:
+        await asyncio.sleep(0)
+    await updates.until_loaded()
+    assert engine.asked[-1] == "resume" and order.state is UpdateState.SERVING
+    await loading
 
 
 async def test_an_update_goes_on_when_its_caller_leaves():

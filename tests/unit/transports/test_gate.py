@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+import numpy as np
 import pytest
 
 from stretto.base.errors import EngineError
+from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.transports.engine import gate
+from stretto.transports.engine.client import EngineClient
 from stretto.transports.engine.dispatch import Dispatch
 from stretto.transports.engine.fleet import Fleet
 from stretto.transports.engine.gate import Queue, limit_of
@@ -137,3 +140,49 @@ async def test_engines_that_do_not_tell_their_queues_get_all_requests(monkeypatc
 
     await dispatch.keep_busy(readings)
     assert dispatch._gates["http://r"].limit == float("inf") and not answers
+
+
+async def test_a_request_that_was_rejected_comes_before_those_that_came_later():
+    own, order = gate.RequestGate(), []
+
+    async def one(name: str, *, is_again: bool = False) -> None:
+        await own.enter(name, is_again=is_again)
+        order.append(name)
+
+    own.set_limit(1)
+    await own.enter()
+    waiting = [asyncio.create_task(one(name)) for name in "bc"]
+    await asyncio.sleep(0)
+    waiting.append(asyncio.create_task(one("a", is_again=True)))
+    await asyncio.sleep(0)
+    for _ in range(4):
+        own.leave()
+        await asyncio.sleep(0)
+    assert order == ["a", "b", "c"] and own.num_running == 0
+    await asyncio.gather(*waiting)
+
+
+async def test_requests_that_wait_here_are_ended_as_those_at_an_engine():
+    """A stop ends all requests: none may be sent after it because others have made room."""
+    client = EngineClient(["http://r"], ["http://e"], max_retries=0)
+    own = client._dispatch._gates["http://r"]
+    own.set_limit(1)
+    await own.enter()
+
+    def ask(name: str) -> asyncio.Task[list[Completion]]:
+        prompt = np.array([20], np.int32)
+        request = GenerateRequest(request_id=name, prompt_ids=prompt, n=2, sampling=SamplingParams(max_tokens=4))
+        return asyncio.create_task(client.generate(request))
+
+    first, second = ask("first"), ask("second")
+    while own.num_waiting < 2:
+        await asyncio.sleep(0)
+    client._dispatch.end_held(["generate first"])
+    for completion in await first:
+        assert completion.finish_reason == "abort" and not len(completion.token_ids)
+    assert own.num_waiting == 1 and own.num_running == 1 and not second.done()
+    client._dispatch.end_held(None)
+    assert len(await second) == 2 and own.num_running == 1
+    own.leave()
+    assert own.num_running == 0 == client._dispatch.num_held
+    await client.close()

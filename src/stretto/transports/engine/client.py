@@ -20,7 +20,7 @@ import numpy as np
 from stretto.base.aio import task_group
 from stretto.base.errors import EngineError
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
-from stretto.records.partial import ABORTED, continued_request, merge_completions, needs_whole_reply
+from stretto.records.partial import ABORTED, continued_request, empty_completions, merge_completions, needs_whole_reply
 from stretto.records.weight_manifest import CanaryImage, WeightGroup, WeightManifest
 from stretto.transports.engine import api, gate, http, proof, updates
 from stretto.transports.engine.completions import decode_completions
@@ -111,11 +111,13 @@ class EngineClient:
     async def _generate_samples(self, request: GenerateRequest) -> list[Completion]:
         """The samples of one HTTP request; what an engine had begun when it was drained is continued on another."""
         body = api.encode_generate(request, request.adapter or self.model)
-        headers = api.JSON_HEADERS
-        if request.session_id is not None:
-            headers = headers | dict.fromkeys(self._session_headers, request.session_id)
+        session = request.session_id
+        headers = api.JSON_HEADERS | ({} if session is None else dict.fromkeys(self._session_headers, session))
         mark = self._handover.mark()
-        url, data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
+        try:
+            url, data = await self._dispatch.send(f"generate {request.request_id}", body, headers, request.session_id)
+        except gate.Ended:
+            return empty_completions(request.n)
         completions = decode_completions(request, data)
         self.num_replies += 1
         if not self._handover.covers(url, mark) or not any(each.finish_reason == ABORTED for each in completions):
@@ -319,8 +321,7 @@ class EngineClient:
 
     async def _group_nodes(self, urls: Iterable[str]) -> None:
         """Record which addresses are nodes of one engine: these go down and come back together."""
-        unknown = [url for url in urls if url not in self._receivers]
-        answers = await asyncio.gather(*map(self._fetch_receivers, unknown), return_exceptions=True)
+        answers = await asyncio.gather(*map(self._fetch_receivers, urls), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineError):
                 raise answer  # after an EngineError the load will fail too, and mark the engine down
@@ -409,7 +410,6 @@ class EngineClient:
 
         Raises: EngineError if an engine returns no scores of a prompt.
         """
-
         ready, is_only = self.fleet.ready(), len(self.admin_urls) == 1
 
         async def generate(url: str, what: str, prompt_ids: np.ndarray, *, is_decoding: bool) -> Completion:
@@ -462,6 +462,7 @@ class EngineClient:
         """End these requests with the tokens they have; None: all requests."""
         ids = None if request_ids is None else list(request_ids)
         self._handover.num_aborts += 1
+        self._dispatch.end_held(None if ids is None else [f"generate {each}" for each in ids])
         await self._all("POST", api.ABORT, msgspec.json.encode({"request_ids": ids}))
 
     async def load_adapter(self, name: str, directory: str) -> None:

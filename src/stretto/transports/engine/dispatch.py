@@ -16,7 +16,8 @@ import contextlib
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from stretto.base.errors import EngineError
 from stretto.transports.engine import api, http
@@ -30,6 +31,14 @@ FULL_S = 0.2
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _UNAVAILABLE_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A request's place at a gate: its name, and whether an engine has rejected it."""
+
+    name: str
+    is_again: bool
 
 
 class Dispatch:
@@ -58,6 +67,12 @@ class Dispatch:
         """Requests that wait here until an engine has room."""
         return sum(gate.num_waiting for gate in self._gates.values())
 
+    def end_held(self, names: Iterable[str] | None) -> None:
+        """End requests that wait here, by their names in messages; None: all. Their `send` raises gate.Ended."""
+        ended = None if names is None else frozenset(names)
+        for gate in self._gates.values():
+            gate.end(ended)
+
     async def keep_busy(self, readings: Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]]) -> None:
         """Send routers as many requests as keep their engines busy, from now on; readings: those of gate.py.
 
@@ -82,7 +97,7 @@ class Dispatch:
     async def send(self, what: str, body: bytes, headers: dict[str, str], session_id: str | None) -> tuple[str, bytes]:
         """Send a request and return the engine (or router) and its answer; what: its name in messages.
 
-        Raises: EngineError.
+        Raises: EngineError; gate.Ended if it was ended before it was sent.
         """
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
@@ -93,12 +108,14 @@ class Dispatch:
     async def _until_answered(
         self, what: str, body: bytes, headers: dict[str, str], session_id: str | None, deadline: asyncio.Timeout
     ) -> tuple[str, bytes]:
-        attempt = 0
+        attempt, was_full = 0, False
         while True:
             url = self.choose(session_id, attempt)
             try:
-                return url, await self._attempt_at_gate(url, body, headers, deadline)
+                place = _Place(what, is_again=was_full)
+                return url, await self._attempt_at_gate(url, body, headers, place, deadline)
             except http.Full as error:
+                was_full = True
                 if (waited_s := self._gates[url].rejects_for_s) > self._recovery_timeout_s:
                     reason = f"it has none of our requests and has accepted none for {waited_s:.0f} s"
                     raise EngineError(f"{what}: {error}; {reason} (client.recovery_timeout_s)") from error
@@ -120,7 +137,7 @@ class Dispatch:
             await self._fleet.wait_for_any()
 
     async def _attempt_at_gate(
-        self, url: str, body: bytes, headers: dict[str, str], deadline: asyncio.Timeout
+        self, url: str, body: bytes, headers: dict[str, str], place: _Place, deadline: asyncio.Timeout
     ) -> bytes:
         """One attempt as soon as the engine has room; until then the deadline does not run."""
         gate = self._gates[url]
@@ -131,7 +148,7 @@ class Dispatch:
                 await gate.enter()  # at once, so the deadline need not be moved twice
             else:
                 async with _paused(deadline):
-                    await gate.enter()
+                    await gate.enter(place.name, is_again=place.is_again)
             try:
                 if url in self._fleet.drained:
                     raise http.Unavailable(f"{url} gets no more requests")

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 from stretto.base.errors import EngineError
@@ -33,17 +33,21 @@ FIRST = 32
 """Requests per engine before the first reading."""
 
 
+class Ended(Exception):
+    """The request has been ended on purpose while it waited."""
+
+
 class RequestGate:
     """Admits requests to one engine: all of them, until the engine is full for the first time.
 
     From then on it admits as many at once as the engine accepted, and one more after each round of that many answers.
-    The others wait here, first come, first served.
+    The others wait here, first come, first served; those that an engine has rejected have come before all others.
     """
 
     def __init__(self) -> None:
         self.limit = float("inf")
         self.num_running = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
         self._rejects_since: float | None = None  # while none of our requests runs and the engine rejects all
 
     @property
@@ -56,19 +60,28 @@ class RequestGate:
         """Would `enter` return at once?"""
         return self.num_running + 1 <= self.limit and not self._waiting
 
-    async def enter(self) -> None:
-        """Wait until one more request may be sent; call `leave` after each."""
+    async def enter(self, name: str = "", *, is_again: bool = False) -> None:
+        """Wait until one more request may be sent; call `leave` after each.
+
+        is_again: an engine has rejected it. Raises: Ended.
+        """
         if self.is_open:
             self.num_running += 1
             return
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        (self._waiting.appendleft if is_again else self._waiting.append)((name, turn))
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.leave()
             raise
+
+    def end(self, names: Container[str] | None) -> None:
+        """End requests that wait here, by their names; None: all. Their `enter` raises Ended."""
+        for name, turn in self._waiting:
+            if not turn.done() and (names is None or name in names):
+                turn.set_exception(Ended(name))
 
     def leave(self, *, was_full: bool = False, was_served: bool = False) -> None:
         """A request has ended; was_full: the engine rejected it; was_served: it was answered."""
@@ -91,11 +104,11 @@ class RequestGate:
     @property
     def num_waiting(self) -> int:
         """Requests that wait here."""
-        return sum(not turn.done() for turn in self._waiting)
+        return sum(not turn.done() for _, turn in self._waiting)
 
     def _admit(self) -> None:
         while self._waiting and self.num_running + 1 <= self.limit:
-            turn = self._waiting.popleft()
+            _, turn = self._waiting.popleft()
             if not turn.done():
                 self.num_running += 1
                 turn.set_result(None)
