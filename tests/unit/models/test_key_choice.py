@@ -230,6 +230,44 @@ def test_a_shared_beginning_is_chosen_from_and_attended_to_with_the_same_bits():
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_without_queries_has_gradients_of_zero(dtype):
+    q, k, _, parts = native_inputs(3, SHAPES[0])
+    none = slice(0, 0)
+    rows = (q[none], k, parts.queries[none], parts.weights[none], parts.keys)
+    inputs = [x.to(dtype).requires_grad_() for x in rows]
+    choice = KeyChoice(0, 6, 0.3, {}, IndexVectors(*inputs[2:]), 0.7, {})
+    seen = VisibleKeys.of(SegmentTree.of((0, 3)), torch.device("cpu"), np.arange(0))
+    keys = inputs[1].unsqueeze(1)
+    out = attend_chosen(choice, inputs[0], keys, keys[..., :32], seen)
+    grads = torch.autograd.grad(out, inputs, torch.zeros_like(out))
+    assert choice.losses[0] == 0 and out.shape == (0, 3, 32)
+    assert all(grad.shape == x.shape and not grad.any() for grad, x in zip(grads, inputs, strict=True))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1e3, 1e6, 1e20])
+def test_gradients_of_large_scores_are_as_those_of_small_ones(factor, dtype, monkeypatch):
+    """The backward pass has the weights of the forward pass, not nearly."""
+    draw = lambda *sizes: torch.randn(*sizes, generator=torch.Generator().manual_seed(3)).to(dtype)
+    q, k, slopes = draw(120, 3, 48) * factor, draw(120, 48), draw(120, 3, 32)
+    seen = VisibleKeys.of(SegmentTree.of((0, 1, 40, 120)), torch.device("cpu"))
+
+    def run():
+        inputs = [x.detach().requires_grad_() for x in (q, k)]
+        choice = KeyChoice(0, 50, 0.3, {}, native_inputs(120, SHAPES[0])[3])
+        keys = inputs[1].unsqueeze(1)
+        return torch.autograd.grad(attend_chosen(choice, inputs[0], keys, keys[..., :32], seen), inputs, slopes)
+
+    fast = run()
+    monkeypatch.setattr(key_choice, "find_chosen_kernels", lambda *_, **__: None)
+    for ours, theirs in zip(fast, run(), strict=True):
+        assert (ours.double() - theirs.double()).norm() <= 5e-3 * theirs.double().norm()
+    assert not fast[0][0].any(), "a query with one key has a weight of 1 exactly"
+
+
+@pytest.mark.usefixtures("kernels")
 def test_a_number_that_is_none_stays_with_the_queries_that_chose_it():
     q, k, _, parts = native_inputs(40, SHAPES[0])
     k[3] = torch.nan

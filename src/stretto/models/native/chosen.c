@@ -234,10 +234,20 @@ INLINE const float *floats(const void *from, int64_t at, int64_t count, float *r
     return room;
 }
 
-/* out [queries, heads, value_dim] of q [queries, heads, dim] and k [num_keys, dim], whose first value_dim are the values;
-   norms [queries, heads]: logs of the sums of exponentials. means [queries, chosen], if not NULL: weights, averaged over
-   heads, and 0 where no key is. is_half: q and out are bfloat16, and what torch rounds on the way is rounded. */
-void chosen_forward(const Chosen *c, const void *q, const float *k, void *out, float *norms, float *means) {
+/* Replaces the products of one query and one head by their softmax, and those up to `padded` by 0. Forward and backward
+   compute it from the products, so that weights have equal bits: a log of the sum of exponentials, kept between them, is
+   off by much where scores are large. */
+INLINE void softmax(const Chosen *c, float *weights, int64_t count, int64_t padded) {
+    float most;
+    for (int64_t i = 0; i < padded; i += LANES) store(weights + i, rounded(load(weights + i), c->is_half) * c->scale);
+    float factor = 1.0f / exponentials(weights, count, padded, &most);
+    for (int64_t i = 0; i < padded; i += LANES) store(weights + i, rounded(load(weights + i) * factor, c->is_half));
+}
+
+/* out [queries, heads, value_dim] of q [queries, heads, dim] and k [num_keys, dim], whose first value_dim are the values.
+   means [queries, chosen], if not NULL: weights, averaged over heads, and 0 where no key is. is_half: q and out are
+   bfloat16, and what torch rounds on the way is rounded. */
+void chosen_forward(const Chosen *c, const void *q, const float *k, void *out, float *means) {
     int64_t stride = PADDED(c->chosen);
 #pragma omp parallel if (c->threads > 1) num_threads(c->threads)
     {
@@ -248,13 +258,7 @@ void chosen_forward(const Chosen *c, const void *q, const float *k, void *out, f
             const int32_t *keys = c->keys + (query + 1) * c->chosen - count;
             const float *own = floats(q, query * c->heads * c->dim, c->heads * c->dim, room, c->is_half);
             products(own, c->heads, c->dim, k, c->dim, keys, count, c->dim, weights, stride);
-            for (int64_t head = 0; head < c->heads; head++) {
-                float *of = weights + head * stride, most;
-                for (int64_t i = 0; i < padded; i += LANES) store(of + i, (c->is_half ? nearest(load(of + i)) : load(of + i)) * c->scale);
-                float total = exponentials(of, count, padded, &most), factor = 1.0f / total;
-                norms[query * c->heads + head] = most + logf(total);
-                for (int64_t i = 0; i < padded; i += LANES) store(of + i, c->is_half ? nearest(load(of + i) * factor) : load(of + i) * factor);
-            }
+            for (int64_t head = 0; head < c->heads; head++) softmax(c, weights + head * stride, count, padded);
             if (means) {
                 float *to = means + (query + 1) * c->chosen - count;
                 memset(to + count - c->chosen, 0, (c->chosen - count) * sizeof(float));
@@ -273,30 +277,26 @@ void chosen_forward(const Chosen *c, const void *q, const float *k, void *out, f
 }
 
 /* Weights and slopes (gradients of the products) of one query from those products and those with `grad`. */
-static void slopes_of(const Chosen *c, const float *norms, int64_t count, float *weights, float *slopes, int64_t stride) {
+static void slopes_of(const Chosen *c, int64_t count, float *weights, float *slopes, int64_t stride) {
     int64_t padded = PADDED(count);
     for (int64_t head = 0; head < c->heads; head++) {
         float *w = weights + head * stride, *s = slopes + head * stride;
-        for (int64_t i = count; i < padded; i++) w[i] = -INFINITY, s[i] = 0.0f;
+        softmax(c, w, count, padded);
+        for (int64_t i = count; i < padded; i++) s[i] = 0.0f;
         lanes products = {};
         for (int64_t i = 0; i < padded; i += LANES) {
-            lanes score = c->is_half ? nearest(load(w + i)) : load(w + i), slope = load(s + i);
-            lanes weight = exponential(score * c->scale - norms[head]);
-            if (c->is_half) weight = nearest(weight), slope = nearest(slope);
-            products += weight * slope;
-            store(w + i, weight);
+            lanes slope = rounded(load(s + i), c->is_half);
+            products += load(w + i) * slope;
             store(s + i, slope);
         }
         float shift = sum(products);
-        for (int64_t i = 0; i < padded; i += LANES) {
-            lanes slope = load(w + i) * (load(s + i) - shift) * c->scale;
-            store(s + i, c->is_half ? nearest(slope) : slope);
-        }
+        for (int64_t i = 0; i < padded; i += LANES) store(s + i, rounded(load(w + i) * (load(s + i) - shift) * c->scale, c->is_half));
     }
 }
 
-/* Queries whose slopes are kept at once: they are few if each has many keys. */
+/* Queries whose slopes are kept at once: they are few if each has many keys. A rank may have no queries, and they no keys. */
 static int64_t queries_at_once(const Chosen *c, int64_t stride) {
+    if (!c->queries) return 0;
     int64_t fitting = (1 << 18) / (c->heads * stride), least = 2 * c->threads;
     int64_t num = fitting > 64 ? 64 : fitting < least ? least : fitting;
     return num < c->queries ? num : c->queries;
@@ -304,7 +304,7 @@ static int64_t queries_at_once(const Chosen *c, int64_t stride) {
 
 /* grad_q as q, and grad_k [num_keys, dim], float32, which begins as 0. Its columns are divided among threads, each of which
    adds up the queries in their order. */
-void chosen_backward(const Chosen *c, const void *q, const float *k, const float *norms, const void *grad, void *grad_q, float *grad_k) {
+void chosen_backward(const Chosen *c, const void *q, const float *k, const void *grad, void *grad_q, float *grad_k) {
     int64_t stride = PADDED(c->chosen), num = queries_at_once(c, stride);
     int64_t q_size = c->heads * c->dim, out_size = c->heads * c->value_dim;
     float *weights = malloc(num * (2 * c->heads * stride + (c->is_half ? q_size + out_size : 0)) * sizeof(float));
@@ -321,7 +321,7 @@ void chosen_backward(const Chosen *c, const void *q, const float *k, const float
             float *w = weights + place * c->heads * stride, *s = slopes + place * c->heads * stride;
             products(own, c->heads, c->dim, k, c->dim, keys, count, c->dim, w, stride);
             products(outer, c->heads, c->value_dim, k, c->dim, keys, count, c->value_dim, s, stride);
-            slopes_of(c, norms + query * c->heads, count, w, s, stride);
+            slopes_of(c, count, w, s, stride);
             if (c->is_half) mix(s, c->heads, stride, k, c->dim, keys, count, c->dim, grad_q, query * q_size, 1);
             else mix(s, c->heads, stride, k, c->dim, keys, count, c->dim, grad_q, query * q_size, 0);
         }

@@ -55,8 +55,8 @@ class ChosenKernels:
         library = find_library()
         assert library is not None
         self._choose = declare(library.choose_keys, "ppppp")
-        self._forward = declare(library.chosen_forward, "pppppp")
-        self._backward = declare(library.chosen_backward, "ppppppp")
+        self._forward = declare(library.chosen_forward, "ppppp")
+        self._backward = declare(library.chosen_backward, "pppppp")
         self._loss = declare(library.index_loss_forward, "pppppp")
         self._loss_backward = declare(library.index_loss_backward, "pppppppp")
 
@@ -94,21 +94,14 @@ class ChosenKernels:
         scale: float,
         *,
         has_means: bool,
-    ) -> tuple[
-        Float[Tensor, "queries heads value_dim"], Float[Tensor, "queries heads"], Float[Tensor, "queries chosen"] | None
-    ]:
-        """Softmax attention whose values are the first dims of k.
-
-        Also the logs of the sums of exponentials, for the backward pass, and the weights averaged over heads,
-        [queries, chosen], if asked for.
-        """
+    ) -> tuple[Float[Tensor, "queries heads value_dim"], Float[Tensor, "queries chosen"] | None]:
+        """Softmax attention whose values are the first dims of k, and the weights averaged over heads, if asked for."""
         q, keys, chosen = q.contiguous(), _floats(k), chosen.contiguous()
         out = q.new_empty(*q.shape[:2], value_dim)
-        norms = q.new_empty(q.shape[:2], dtype=torch.float32)
         means = q.new_empty(chosen.shape, dtype=torch.float32) if has_means else None
         job = _job(q, keys, chosen, counts, value_dim, scale)
-        self._forward(byref(job), *(x if x is None else x.data_ptr() for x in (q, keys, out, norms, means)))
-        return out, norms, means
+        self._forward(byref(job), *(x if x is None else x.data_ptr() for x in (q, keys, out, means)))
+        return out, means
 
     def attend_backward(
         self,
@@ -116,7 +109,6 @@ class ChosenKernels:
         k: Float[Tensor, "keys dim"],
         chosen: Int32[Tensor, "queries chosen"],
         counts: Int[np.ndarray, " queries"],
-        norms: Float[Tensor, "queries heads"],
         grad: Float[Tensor, "queries heads value_dim"],
         scale: float,
     ) -> tuple[Float[Tensor, "queries heads dim"], Float[Tensor, "keys dim"]]:
@@ -124,7 +116,7 @@ class ChosenKernels:
         q, keys, chosen, grad = q.contiguous(), _floats(k), chosen.contiguous(), grad.contiguous()
         grad_q, grad_k = torch.empty_like(q), torch.zeros_like(keys)
         job = _job(q, keys, chosen, counts, grad.shape[-1], scale)
-        self._backward(byref(job), *(x.data_ptr() for x in (q, keys, norms, grad, grad_q, grad_k)))
+        self._backward(byref(job), *(x.data_ptr() for x in (q, keys, grad, grad_q, grad_k)))
         return grad_q, grad_k.to(k.dtype)
 
     def index_loss(

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("chosen.c", "kernels.c", "products.c", "training.c"))
 _HEADER = Path(__file__).with_name("lanes.h")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
-_COMPILE_S = 60
+_COMPILE_S = 300
+"""Many times what it takes: on a machine with twenty processes per core five seconds become a minute."""
 
 
 @functools.cache

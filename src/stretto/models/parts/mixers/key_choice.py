@@ -268,8 +268,8 @@ class _NativeAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, chosen: Tensor, counts: np.ndarray, value_dim: int, scale: float,
         has_means: bool, kernels: ChosenKernels,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        out, norms, means = kernels.attend(q, k, chosen, counts, value_dim, scale, has_means=has_means)
-        ctx.save_for_backward(q, k, chosen, norms)
+        out, means = kernels.attend(q, k, chosen, counts, value_dim, scale, has_means=has_means)
+        ctx.save_for_backward(q, k, chosen)
         ctx.counts, ctx.scale, ctx.kernels = counts, scale, kernels
         if means is not None:
             ctx.mark_non_differentiable(means)
@@ -278,8 +278,8 @@ class _NativeAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, chosen, norms = ctx.saved_tensors
-        grads = ctx.kernels.attend_backward(q, k, chosen, ctx.counts, norms, grad, ctx.scale)
+        q, k, chosen = ctx.saved_tensors
+        grads = ctx.kernels.attend_backward(q, k, chosen, ctx.counts, grad, ctx.scale)
         return *grads, None, None, None, None, None, None
 
 
