@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import gzip
+import threading
+import zlib
 
 import pytest
 
@@ -72,6 +74,12 @@ ANSWERS = {
     "empty": answer(b""),
     "in chunks": chunked(BODY),
     "packed": answer(gzip.compress(BODY), "200 OK", b"Content-Encoding: gzip"),
+    "packed, another spelling": answer(gzip.compress(BODY), "200 OK", b"Content-Encoding: GZip "),
+    "packed in two pieces": answer(gzip.compress(BODY) + gzip.compress(BODY), "200 OK", b"Content-Encoding: gzip"),
+    "packed, but empty": answer(b"", "503 Unavailable", b"Content-Encoding: gzip", b"Retry-After: 2"),
+    "packed until the end": b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + gzip.compress(BODY),
+    "with a trailer": chunked(BODY)[:-2] + b"Content-Encoding: gzip\r\n\r\n",
+    "another protocol offered": answer(BODY, "200 OK", b"Connection: Upgrade, Keep-Alive", b"Upgrade: h2,h2c"),
     "until the end": b"HTTP/1.1 200 OK\r\nServer: old\r\n\r\n" + BODY,
     "after 100": b"HTTP/1.1 100 Continue\r\n\r\n" + answer(BODY),
     "last of it": answer(BODY, "200 OK", b"Connection: close"),
@@ -82,7 +90,6 @@ ANSWERS = {
     "broken": answer(b"", "500 Internal"),
     "too late": answer(b"", "408 Timeout"),
     "no answer": None,
-    "no http": b"SSH-2.0-OpenSSH Content-Length\r\n",
     "half a head": b"HTTP/1.1 200 OK\r\nContent-Le",
     "half a body": b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 100\r\n\r\nabc",
     "half a chunk": b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n20\r\nabc",
@@ -120,6 +127,88 @@ async def test_every_answer_means_what_it_means_to_aiohttp(name, monkeypatch, wi
         fast = Connections({}, has_router=True)
         assert [await outcome(fast, server.url) for _ in range(2)] == [expected] * 2
         await fast.close()
+
+
+NOT_READ = {
+    "deflate": answer(zlib.compress(BODY), "200 OK", b"Content-Encoding: deflate"),
+    "spaces after a size": chunked(BODY).replace(b"\r\n7\r\n", b"\r\n7  \r\n"),
+    "lines that end otherwise": b"HTTP/1.1 200 OK\nContent-Length: 3\n\nabc",
+    "a folded line": answer(BODY, "200 OK", b"X-Name: a\r\n b"),
+    "no http at all": b"SSH-2.0-OpenSSH Content-Length\r\n",
+    "another protocol": b"HTTP/1.1 101 Switching\r\nX-Length: 0\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+async def test_after_an_answer_that_cannot_be_read_aiohttp_is_asked(name, monkeypatch):
+    async with RawServer(NOT_READ[name]) as server, asyncio.timeout(20):
+        with monkeypatch.context() as patch:
+            patch.setattr(http, "target_of", lambda url, headers: None)
+            slow = Connections({}, has_router=True)
+            expected = await outcome(slow, server.url)
+            await slow.close()
+        connections = Connections({}, has_router=True)
+        assert [await outcome(connections, server.url) for _ in range(3)] == [http.Lost, expected, expected]
+        await connections.close()
+
+
+async def test_a_packed_answer_that_is_cut_is_lost(caplog):
+    cut = gzip.compress(BODY)[:-9]
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n"
+    for data in (answer(cut, "200 OK", b"Content-Encoding: gzip"), head + cut):
+        async with RawServer(data) as server:
+            connections = Connections({}, has_router=False)
+            with pytest.raises(http.Lost, match="cannot be unpacked"):
+                await connections.request("POST", server.url, b"a")
+            await connections.close()
+    assert not caplog.records  # of asyncio, which calls the protocol
+
+
+async def test_an_address_in_numbers_needs_no_thread_which_a_users_code_may_occupy():
+    loop, go_on = asyncio.get_running_loop(), threading.Event()
+    jobs = [loop.run_in_executor(None, go_on.wait) for _ in range(40)]  # Python's default is at most 32 threads
+    try:
+        async with RawServer(answer(BODY)) as server, asyncio.timeout(10):
+            connections = Connections({}, has_router=False)
+            assert await connections.request("POST", server.url, b"a") == BODY
+            await connections.close()
+    finally:
+        go_on.set()
+        await asyncio.gather(*jobs)
+
+
+@pytest.mark.parametrize("length", [1, 15, 40])
+async def test_the_beginning_of_an_answer_that_nobody_asked_for_is_not_the_next_one(length):
+    async with RawServer(answer(BODY) + answer(b"of nobody")[:length], answer(b"next")) as server, asyncio.timeout(10):
+        connections = Connections({}, has_router=False)
+        assert await connections.request("POST", server.url, b"a") == BODY
+        assert await connections.request("POST", server.url, b"a") == b"next"
+        assert server.num_connections == 2
+        await connections.close()
+
+
+async def test_a_connection_whose_server_has_not_read_the_whole_request_is_not_used_again():
+    writers, is_over = [], asyncio.Event()
+
+    async def refuse(reader, writer):
+        writers.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer(b"", "429 Too Many"))
+        await is_over.wait()
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    connections = Connections({}, has_router=False)
+    async with asyncio.timeout(10):
+        for _ in range(2):
+            with pytest.raises(http.Full):
+                await connections.request("POST", url, b"a" * (10 << 20))
+    assert len(writers) == 2
+    is_over.set()
+    await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
+    await connections.close()
+    server.close()
 
 
 async def test_a_connection_is_used_again_until_it_was_idle_for_too_long(monkeypatch):
@@ -180,8 +269,9 @@ async def test_headers_are_sent_once_and_those_of_a_request_win():
         connections = Connections({"Authorization": "Bearer \u00e9", "X-Session-ID": "run"}, has_router=False)
         await connections.request("POST", server.url + "?a=b", b"abc", {"Content-Type": "application/json"})
         await connections.request("POST", server.url, b"abc", {"x-session-id": "of this request"})
-        with pytest.raises(ValueError, match="header"):
-            await connections.request("POST", server.url, b"abc", {"X-Name": "a\r\nX-Other: b"})
+        for value in ("a\r\nX-Other: b", "a\nX-Other: b", "a\0", "a\x0b", "a\x7f"):
+            with pytest.raises(ValueError, match="header"):
+                await connections.request("POST", server.url, b"abc", {"X-Name": value})
         await connections.close()
     lines = server.requests[0].decode().split("\r\n")
     assert lines[0] == "POST /generate?a=b HTTP/1.1" and lines[-1] == "abc"

@@ -9,6 +9,8 @@ cancelled: the engine then ends that request.
 from __future__ import annotations
 
 import asyncio
+import gzip
+import ipaddress
 import itertools
 import re
 import socket
@@ -25,7 +27,7 @@ KEEP_ALIVE_S = 3.0
 """Seconds for which an idle connection is reused: vLLM closes one after 5 s, and a POST on its way then is lost."""
 _RESOLVE_S = 10.0  # for which the addresses of a name are kept
 _RACE_S = 0.25  # head start of one address of a name before the next one is tried as well
-_BREAK = re.compile("[\r\n\0]")
+_NOT_SENT = re.compile("[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")  # in names and values of headers
 _SMALL = 1 << 16  # bytes; copying this much costs less than another system call
 _OWN_HEADERS = frozenset(
     ("host", "connection", "content-length", "transfer-encoding", "accept", "accept-encoding", "expect", "user-agent")
@@ -62,6 +64,10 @@ class Closed(ConnectionError):
     """The connection ended before the answer was there."""
 
 
+class Unreadable(Exception):
+    """The answer is no HTTP, or of a kind that only aiohttp reads."""
+
+
 def target_of(url: str, headers: Mapping[str, str]) -> Target | None:
     """The target of POST requests with these headers; None if it needs more than this module can do."""
     try:
@@ -80,9 +86,11 @@ def target_of(url: str, headers: Mapping[str, str]) -> Target | None:
 
 
 def are_plain(headers: Mapping[str, str], given: Collection[str] = ()) -> bool:
-    """Whether this module sends such headers: none that it makes itself or that is given already, no line breaks."""
+    """Whether this module sends such headers: none that it makes or that is given already, no control characters."""
     for name, value in headers.items():
-        if (lower := name.lower()) in _OWN_HEADERS or lower in given or _BREAK.search(name) or _BREAK.search(value):
+        if (lower := name.lower()) in _OWN_HEADERS or lower in given:
+            return False
+        if _NOT_SENT.search(name) or _NOT_SENT.search(value):
             return False
     return True
 
@@ -99,8 +107,7 @@ class Pool:
     async def post(self, target: Target, headers: Mapping[str, str], body: bytes) -> Answer:
         """The answer to one request; `headers` are those that differ from request to request.
 
-        Raises: NotConnected; another OSError if the connection ends before the answer is there;
-        httptools.HttpParserError and zlib.error for an answer that is no HTTP.
+        Raises: NotConnected; another OSError if the connection ends before the answer is there; Unreadable.
         """
         own = ""
         for name, value in headers.items():
@@ -165,7 +172,7 @@ class Pool:
     async def _connect(self, place: tuple[str, int]) -> _Connection:
         loop = asyncio.get_running_loop()
         if (known := self._addresses.get(place)) is None or known.until < loop.time():
-            found = asyncio.ensure_future(loop.getaddrinfo(*place, type=socket.SOCK_STREAM))
+            found = asyncio.ensure_future(_look_up(*place))
             known = self._addresses[place] = _Addresses(found, loop.time() + _RESOLVE_S, itertools.count())
         try:
             infos = await asyncio.shield(known.found)
@@ -184,6 +191,15 @@ class Pool:
             raise
         self._open.add(connection)
         return connection
+
+
+async def _look_up(host: str, port: int) -> list[tuple[Any, ...]]:
+    """The addresses of a host. A name waits for one of the loop's threads, which a user's code may all occupy."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return list(await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
 
 
 class _Addresses(NamedTuple):
@@ -241,14 +257,18 @@ class _Connection(asyncio.Protocol):
             return self.close()
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade, zlib.error) as error:
-            self._fail(error)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            cause = error.__context__ or error  # what a method below has raised
+            self._fail(cause if isinstance(cause, Unreadable) else Unreadable(f"it is no HTTP: {cause}"))
 
     def eof_received(self) -> None:
         """The server sends no more: the end of an answer that has no length."""
         self.is_reusable = False
         if self._has_head and not {"content-length", "transfer-encoding"} & self._headers.keys():
-            self.on_message_complete()
+            try:
+                self.on_message_complete()
+            except Unreadable as error:
+                self._fail(error)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_reusable = False
@@ -261,8 +281,13 @@ class _Connection(asyncio.Protocol):
 
     # -- what the parser calls --
 
+    def on_message_begin(self) -> None:
+        if self._answer is None or self._answer.done():  # its rest may come when there is another request
+            self.is_reusable = False
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        if not self._has_head:  # else it is a trailer
+            self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         self._has_head = True
@@ -276,10 +301,22 @@ class _Connection(asyncio.Protocol):
         if status < 200:  # 100 Continue: the answer follows
             return
         if self._answer is None or self._answer.done():  # a second answer, to no request
-            self.is_reusable = False
             return
-        self.is_reusable &= self._parser.should_keep_alive()
+        assert self._transport is not None
+        # A server that answers early may never read the rest of the request, nor what would be sent behind it.
+        is_sent = not self._transport.get_write_buffer_size()
+        self.is_reusable = self.is_reusable and is_sent and self._parser.should_keep_alive()
         body = parts[0] if len(parts) == 1 else b"".join(parts)
-        if headers.get("content-encoding") == "gzip":
-            body = zlib.decompress(body, 31)
+        if body and "content-encoding" in headers:
+            body = _decoded(body, headers["content-encoding"].strip().lower())
         self._answer.set_result(Answer(status, headers, body))
+
+
+def _decoded(body: bytes, encoding: str) -> bytes:
+    """The body before it was packed. Raises: Unreadable."""
+    if encoding not in ("", "identity", "gzip"):
+        raise Unreadable(f"its encoding is {encoding}")
+    try:
+        return gzip.decompress(body) if encoding == "gzip" else body
+    except (zlib.error, EOFError, OSError) as error:
+        raise Unreadable(f"it cannot be unpacked: {error}") from error

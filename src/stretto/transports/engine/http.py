@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Mapping
 
 import aiohttp
-import httptools
 
 from stretto.base.errors import EngineError, reason_of
 from stretto.base.runtime import raise_file_limit
 from stretto.transports.engine import api
-from stretto.transports.engine.connection import KEEP_ALIVE_S, Answer, NotConnected, Pool, Target, are_plain, target_of
+from stretto.transports.engine.connection import (
+    KEEP_ALIVE_S,
+    Answer,
+    NotConnected,
+    Pool,
+    Target,
+    Unreadable,
+    are_plain,
+    target_of,
+)
 
 _TRY_AGAIN = (408, 409)
 """408: timed out on the way; 409: the engine has not noticed yet that the request's last connection is closed."""
@@ -97,8 +104,9 @@ class Connections:
             raise Lost(f"{url}: cannot connect: {why}") from error
         except OSError as error:
             raise Lost(f"{url}: {error}") from error
-        except (httptools.HttpParserError, zlib.error) as error:
-            raise Lost(f"{url}: the answer is no HTTP: {error}") from error
+        except Unreadable as error:
+            self._targets[url] = None  # from now on: aiohttp reads more
+            raise Lost(f"{url}: the answer cannot be read: {error}") from error
 
     async def _ask_session(self, method: str, url: str, body: bytes | None, headers: dict[str, str] | None) -> Answer:
         """The answer to any request. Raises: Lost; EngineError for a wrong address."""
