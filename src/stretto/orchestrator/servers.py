@@ -93,17 +93,17 @@ def _teachers(cfg: OrchestratorConfig) -> Iterator[tuple[str, TeacherSection]]:
 
 def _engines(key: str, section: ClientSection | TeacherSection) -> Iterator[Server]:
     from stretto.orchestrator.clients import headers_of
-    from stretto.orchestrator.models import chat_url
 
     headers = _authorization(os.environ.get(section.api_key_var))
     if isinstance(section, ClientSection):
         headers, model, model_key = headers_of(section) | headers, section.served_model, f"{key}.served_model"
     else:
         model, model_key = section.model, f"{key}.model"
-    for url in urls_of(section):
+    is_chat = isinstance(section, ClientSection) and section.api == "chat"
+    for url in (each.rstrip("/") for each in urls_of(section)):
         yield Server(
             f"{key}.base_url",
-            f"{chat_url(url)}/models",
+            f"{url}/models" if is_chat else f"{url.removesuffix('/v1')}/v1/models",  # as their clients do
             model,
             model_key,
             api_key_var=section.api_key_var,

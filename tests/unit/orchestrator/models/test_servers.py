@@ -177,3 +177,16 @@ def test_eval_asks_its_engines_and_models() -> None:
     cfg = load(EvalConfig, words)
     found = [server.key for server in servers_of(cfg, has_engine=False, started=())]
     assert found == ["client.base_url", "models.judge.base_url"]
+
+
+@pytest.mark.parametrize(
+    ("api", "address", "asked"),
+    [
+        ("tokens", "http://gateway/pool", "http://gateway/pool/v1/models"),
+        ("tokens", "http://a:1/v1/", "http://a:1/v1/models"),
+        ("chat", "http://gateway/pool", "http://gateway/pool/models"),
+    ],
+)
+def test_engines_are_asked_where_the_run_asks_them(api: str, address: str, asked: str) -> None:
+    cfg = load(EvalConfig, ["--client.base_url", address, "--client.api", api, "--env.0.id", "x"])
+    assert [server.url for server in servers_of(cfg, has_engine=False, started=())] == [asked]
