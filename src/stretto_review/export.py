@@ -104,7 +104,7 @@ class Chosen:
         return one_per_image(decode(branch.token_ids[:start])), one_per_image(decode(branch.token_ids[start:]))
 
     def reply_of(self, token_ids: np.ndarray) -> Message:
-        """The message of a reply; one with a call that is no call, such as a cut one, has its text as it was sampled."""
+        """The message of a reply; with a call that is none, such as a cut one, it is the text as it was sampled."""
         renderer = self.replies.renderer
         message = renderer.parse(token_ids)
         if "unparsed_tool_calls" not in message:
