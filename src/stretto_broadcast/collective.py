@@ -18,9 +18,7 @@ one. Engines recognise a restarted trainer by its key, and drop the groups and t
 
 On CPUs (gloo) a far receiver has memory for a whole version, and verifies it before it hands out the first tensor. On
 GPUs (NCCL) it takes one bucket of each sender in turn, starts to receive the next ones early, and has no checksums.
-Receivers wait for each other at the board before they enter a group. If
-one process dies in an update, it fails for all within timeout_s, and the orchestrator tries again without that process.
-
+Receivers meet at the board before they enter a group. If one dies, the update fails for all within timeout_s.
 The store listens at `host` only. It accepts any connection, so messages at the board are signed (board.py). The process
 groups (gloo, NCCL) have no authentication: use them in private networks only.
 """

@@ -34,7 +34,8 @@ from stretto.api.run import Run
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import atomic_path
 from stretto.base.status import harmless
-from stretto.chat.placeholders import one_per_image
+from stretto.chat.placeholders import PLACEHOLDER, one_per_image
+from stretto.chat.render import Renderer
 from stretto.config.reading.plain import PlainParser
 from stretto.ledger.reader import LedgerReader
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus
@@ -102,6 +103,14 @@ class Chosen:
         start = response_start(branch)
         return one_per_image(decode(branch.token_ids[:start])), one_per_image(decode(branch.token_ids[start:]))
 
+    def reply_of(self, token_ids: np.ndarray) -> Message:
+        """The message of a reply; with a call that is none, such as a cut one, it is the text as it was sampled."""
+        renderer = self.replies.renderer
+        message = renderer.parse(token_ids)
+        if "unparsed_tool_calls" not in message:
+            return message
+        return {"role": "assistant", "content": without_end(renderer.decode(token_ids))}
+
     def messages_of(self, rollout: Rollout) -> tuple[list[Message], list[Message]]:
         """The messages of the prompt, and those from the first reply on.
 
@@ -109,7 +118,7 @@ class Chosen:
         """
         branch, asked = last_branch(rollout), rollout.task.data.get("prompt")
         if rollout.num_turns <= 1 and isinstance(asked, list):
-            return asked, [self.replies.renderer.parse(branch.token_ids[response_start(branch) :])]
+            return asked, [self.reply_of(branch.token_ids[response_start(branch) :])]
         prompt, reply = self.text_of(rollout)
         found = [(each.role, without_end((prompt + reply)[each.body : each.end])) for each in stretches(prompt + reply)]
         messages = [{"role": role, "content": text} for role, text in found if role != "text" and text]
@@ -202,11 +211,18 @@ def _of_pairs(chosen: Chosen, group: Group) -> Iterator[Row]:
         yield {"prompt": kept[0], "chosen": kept[1], "rejected": refused[1], **facts}
 
 
-def is_held_out(group: Group, share: float) -> bool:
-    """Whether the prompt of a group belongs to the held-out ones: it depends on the prompt's tokens alone."""
+def is_held_out(group: Group, share: float, renderer: Renderer) -> bool:
+    """Whether the prompt of a group belongs to the held-out ones: it depends on its tokens and images alone."""
     branches = [branch for rollout in group.rollouts for branch in rollout.branches if branch.is_sampled.any()]
-    prompt = branches[0].token_ids[: int(branches[0].is_sampled.argmax())] if branches else np.zeros(0, np.int32)
-    return zlib.crc32(prompt.astype(np.int32).tobytes()) < share * 2**32
+    if not branches:
+        return False
+    prompt = branches[0].token_ids[: int(branches[0].is_sampled.argmax())]
+    images = branches[0].images
+    shown = one_per_image(renderer.decode(prompt)).count(PLACEHOLDER) if images else 0
+    crc = zlib.crc32(prompt.astype(np.int32).tobytes())
+    for image in images[:shown]:
+        crc = zlib.crc32(image.hash.encode(), crc)
+    return crc < share * 2**32
 
 
 KINDS: dict[str, Callable[[Chosen, Group], Iterator[Row]]] = {
@@ -265,7 +281,8 @@ def export(words: Sequence[str]) -> int:
     groups = groups_of(run, args.steps)
     end, write = FORMATS[args.format]
     path = Path(args.out) if args.out else run.path / "exports" / f"{args.kind}{end}"
-    paths = [path] if args.held_out is None else [path, path.with_name(f"{path.stem}-held-out{path.suffix}")]
+    held_out = path.with_name(f"{path.stem}-held-out{path.suffix}")
+    paths = [path] if args.held_out is None else [path, held_out]
     for each in paths:
         if each.exists() and (args.format == "hf" or not each.is_file()):
             raise ConfigError(f"--out {each}: there is something already; name another place")
@@ -278,13 +295,24 @@ def export(words: Sequence[str]) -> int:
     else:
         parts: tuple[list[Row], list[Row]] = ([], [])
         for group, row in rows:
-            parts[is_held_out(group, args.held_out)].append(row)
+            parts[is_held_out(group, args.held_out, chosen.replies.renderer)].append(row)
         counts = [write(*each) for each in zip(paths, parts)]
     left = ", ".join(f"{number} {reason}" for reason, number in sorted(chosen.left_out.items()) if number)
     written = ", ".join(f"{count} rows: {each}" for count, each in zip(counts[1:], paths[1:]))
     text = f"{counts[0]} rows of {len(groups)} groups: {path}" + (f"\nheld out: {written}" if written else "")
-    print(harmless(text + (f"\nleft out: {left}" if left else "")))
+    print(harmless(text + (f"\nleft out: {left}" if left else "") + _warning(args.held_out, counts, held_out)))
     return 0 if all(counts) else 1
+
+
+def _warning(share: float | None, counts: Sequence[int], held_out: Path) -> str:
+    """What is wrong with the files for training on one and validating on the other; "" if nothing is."""
+    if share is None:
+        way = "is of an earlier export, and its prompts may be among these rows: remove it, or give --held-out again"
+        return f"\nNOTE: {held_out} {way}" if held_out.exists() else ""
+    if any(counts) and not all(counts):
+        what, way = ("holds out no prompt", "larger") if counts[0] else ("holds out every prompt", "smaller")
+        return f"\n--held-out {share:g} {what}; the run has few of them: give a {way} share, or export more steps"
+    return ""
 
 
 def _rows(
@@ -301,6 +329,16 @@ def _rows(
                 continue
             for row in make(chosen, group):
                 yield group, row
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give one such as 0.5")
+    return number
 
 
 def _share(text: str) -> float:
@@ -329,10 +367,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "--steps", type=step_range, metavar="A:B", help="rollouts that these steps trained on; default: all"
     )
     parser.add_argument(
-        "--min-reward", type=float, metavar="R", help="with at least this reward; of a pair the better one"
+        "--min-reward", type=_number, metavar="R", help="with at least this reward; of a pair the better one"
     )
     parser.add_argument(
-        "--margin", type=float, default=0.0, metavar="M", help="least difference of a pair's rewards (0)"
+        "--margin", type=_number, default=0.0, metavar="M", help="least difference of a pair's rewards (0)"
     )
     parser.add_argument(
         "--per-group",

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 
 from stretto.base.ports import open_url
 from stretto.config.root import EvalConfig, OrchestratorConfig
@@ -91,17 +93,17 @@ def _teachers(cfg: OrchestratorConfig) -> Iterator[tuple[str, TeacherSection]]:
 
 def _engines(key: str, section: ClientSection | TeacherSection) -> Iterator[Server]:
     from stretto.orchestrator.clients import headers_of
-    from stretto.orchestrator.models import chat_url
 
     headers = _authorization(os.environ.get(section.api_key_var))
     if isinstance(section, ClientSection):
         headers, model, model_key = headers_of(section) | headers, section.served_model, f"{key}.served_model"
     else:
         model, model_key = section.model, f"{key}.model"
-    for url in urls_of(section):
+    is_chat = isinstance(section, ClientSection) and section.api == "chat"
+    for url in (each.rstrip("/") for each in urls_of(section)):
         yield Server(
             f"{key}.base_url",
-            f"{chat_url(url)}/models",
+            f"{url}/models" if is_chat else f"{url.removesuffix('/v1')}/v1/models",  # as their clients do
             model,
             model_key,
             api_key_var=section.api_key_var,
@@ -124,8 +126,9 @@ def ask(servers: Sequence[Server], timeout_s: float = ANSWER_TIMEOUT_S) -> list[
     threads = [threading.Thread(target=ask_one, args=(index,), daemon=True) for index in range(len(servers))]
     for thread in threads:
         thread.start()
+    ends_at = time.monotonic() + timeout_s + 1.0
     for thread in threads:
-        thread.join(timeout_s + 1.0)
+        thread.join(max(0.0, ends_at - time.monotonic()))
     late = f"no answer in {timeout_s:g} s"
     return [answer or _no_answer(server, late) for server, answer in zip(servers, answers)]
 
@@ -142,14 +145,18 @@ def _answer_of(server: Server, timeout_s: float) -> str:
             body = answer.read()
     except urllib.error.HTTPError as error:
         return _refusal(server, error.code, error.read()[:200].decode(errors="replace").strip())
-    except (OSError, ValueError) as error:
-        return _no_answer(server, str(getattr(error, "reason", error)) or type(error).__name__)
+    except OSError as error:
+        return _no_answer(server, _why(error))
+    except (HTTPException, ValueError) as error:
+        return f"{NOT_READY}{where} gives no answer of HTTP ({_why(error)}); correct the address"
     if not server.has_list:
         return f"{where} answers"
     try:
         names = [str(each["id"]) for each in json.loads(body)["data"]]
     except (ValueError, KeyError, TypeError):
         shown = body[:60].decode(errors="replace")
+        if server.model is not None:
+            return f"{where} answers with no list of models, but {shown!r}; it is taken as it is"
         return f"{NOT_READY}{where} answers with no list of models, but {shown!r}; correct the address"
     listed = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
     if server.model is not None and server.model not in names:
@@ -160,6 +167,10 @@ def _answer_of(server: Server, timeout_s: float) -> str:
     return f"{where} answers and serves {listed}"
 
 
+def _why(error: Exception) -> str:
+    return f"{getattr(error, 'reason', error)}".strip() or type(error).__name__
+
+
 def _refusal(server: Server, status: int, text: str) -> str:
     where = f"{server.key}: {server.url} answers HTTP {status}"
     if not server.has_list:  # it takes other requests than this one
@@ -167,6 +178,6 @@ def _refusal(server: Server, status: int, text: str) -> str:
     if status in (401, 403):
         state = "correct the key in" if server.headers.get("Authorization") else "it needs a key, so set"
         return f"{NOT_READY}{where}: {state} the environment variable {server.api_key_var}"
-    if status == 404 and server.model is not None:
+    if 400 <= status < 500 and server.model is not None:
         return f"{where}, so it has no list of models; it is taken as it is"
     return f"{NOT_READY}{where} ({text or 'no text'}); correct {server.key}, or name the model as {server.model_key}"

@@ -8,17 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import msgspec
+import numpy as np
 import pyarrow.parquet
 import pytest
+import stored_runs
 from stored_runs import MEMBERS, word, write_run
 
 from stretto.base import keeper
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.chat.render import build_renderer
+from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.cli import main
+from stretto.config.sections.sft import PreferenceData
 from stretto.data.messages import parse_messages
+from stretto.records.images import Image
+from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
+from stretto.trainer.batch.pairs import parse_pair
 from stretto_review import scores
-from stretto_review.export import export
+from stretto_review.export import export, is_held_out
 
 GROUPS = 8
 
@@ -95,6 +104,51 @@ def test_no_prompt_is_held_out_and_trained(tmp_path: Path, capsys: pytest.Captur
     assert sorted(row["group"] for row in kept + held_out) == [row["group"] for row in whole]
     with pytest.raises(ConfigError, match=r"'1\.5' is not a share"):
         export([str(several), "--held-out", "1.5"])
+
+
+def test_prompts_with_other_images_are_other_prompts(tmp_path: Path) -> None:
+    """Their texts are the same: all of them would be in one of the two files."""
+    renderer = build_renderer(build_letters_tokenizer(tmp_path, has_images=True))
+    image = renderer.encode("<|vision_start|><|image_pad|><|image_pad|><|vision_end|>")
+    prompt = np.concatenate([image, renderer.encode("count"), renderer.encode("<|im_end|>")])
+    branch = stored_runs._branch(prompt, np.concatenate([renderer.encode("two"), image]), -0.5)
+
+    def group(*hashes: str) -> Group:
+        images = tuple(Image(each, (1, 2, 4)) for each in hashes)
+        task = Task(env="e", task_id="t", data={})
+        rollout = Rollout(
+            rollout_id="g0.0", group_id=0, member=0, task=task, status=RolloutStatus.FINISHED,
+            branches=(msgspec.structs.replace(branch, images=images),),
+        )  # fmt: skip
+        return Group(group_id=0, task=task, rollouts=(rollout,))
+
+    found = [is_held_out(group(f"h{n}", "a"), 0.5, renderer) for n in range(16)]
+    assert len(set(found)) == 2
+    later = [is_held_out(group(f"h{n}", "b"), 0.5, renderer) for n in range(16)]
+    assert found == later, "an image after the prompt counts"
+
+
+def test_a_held_out_file_that_no_longer_fits_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_run(tmp_path / "one", 4)
+    words = [str(one), "--kind", "pairs", "--out", str(tmp_path / "pairs.jsonl")]
+    assert export([*words, "--held-out", "0.01"]) == 1
+    assert "--held-out 0.01 holds out no prompt" in capsys.readouterr().out
+    assert export(words) == 0
+    assert "pairs-held-out.jsonl is of an earlier export" in capsys.readouterr().out
+    for name in ("--margin", "--min-reward"):
+        with pytest.raises(ConfigError, match=f"{name}: 'nan' is not a number"):
+            export([*words, name, "nan"])
+
+
+def test_a_reply_with_a_call_that_is_none_is_read_by_sft(tmp_path: Path) -> None:
+    """A reply is often cut within its call."""
+    cut = 'so <tool_call>{"name'
+    run = write_run(
+        tmp_path / "calls", 1, reply=lambda group, member: cut if member else "a", is_cut=lambda text: text == cut
+    )
+    [row] = rows(run, tmp_path / "pairs.jsonl", "--kind", "pairs")
+    pair = parse_pair(row, PreferenceData(name="pairs.jsonl"), "row")
+    assert pair.replies[1] == [{"role": "assistant", "content": cut}] and pair.is_cut == (False, True)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

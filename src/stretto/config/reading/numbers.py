@@ -6,7 +6,7 @@ Keys take plain numbers, in the unit that their name says. A message says that u
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, DecimalException
 
 _TIMES = {
     "ms": "0.001", "milliseconds": "0.001", "s": "1", "sec": "1", "secs": "1", "second": "1", "seconds": "1",
@@ -35,7 +35,7 @@ def number_meant(name: str, text: str, *, is_whole: bool) -> str:
     name: the last word of the key. is_whole: whether the number must be an integer.
     """
     text = text.strip().replace("\u2212", "-").replace("\u2013", "-")
-    unit, value = _unit_of(name), _value_of(name, text)
+    unit, value = _unit_of(name), _value_of(name, text, is_whole=is_whole)
     says = f"; it counts in {unit}" if unit else ""
     if unit == "steps" and not is_whole:
         says += ", or, below 1, as a share of all steps"
@@ -60,10 +60,19 @@ def _unit_of(name: str) -> str:
     return next((unit for unit in ("bytes", "steps") if name.endswith(unit)), "steps" if name == "interval" else "")
 
 
-def _value_of(name: str, text: str) -> Decimal | None:
-    """The number that a text means for a key; None if it is no number, or its unit is one of something else."""
+def _value_of(name: str, text: str, *, is_whole: bool) -> Decimal | None:
+    """The number that a text means for a key; None if it is no number, has two meanings, or another key's unit."""
     if text.startswith(tuple(_CURRENCIES)):
         text = text[1:] + text[0]
+    if not is_whole and re.fullmatch(r"[-+]?[1-9]\d{0,2},\d{3}", text):
+        return None  # 1,125: in some countries a little more than 1
+    try:
+        return _computed(name, text)
+    except DecimalException:  # too large for any key
+        return None
+
+
+def _computed(name: str, text: str) -> Decimal | None:
     if (found := _arithmetic(text.rstrip(_CURRENCIES))) is not None:
         return found
     seconds = next((Decimal(factor) for end, (_, factor) in _UNITS.items() if name.endswith(end)), None)
@@ -105,7 +114,7 @@ def _seconds(text: str) -> Decimal | None:
 
 def _arithmetic(text: str) -> Decimal | None:
     """The value of `2^20`, `2**20`, `4x8`, `1/1000`, `1,5` or `1,000,000`; None for another text."""
-    if re.fullmatch(r"\d{1,3}(,\d{3})+", text):
+    if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text):
         return Decimal(text.replace(",", ""))
     if re.fullmatch(r"[-+]?\d+,\d+", text):
         return Decimal(text.replace(",", "."))
@@ -124,7 +133,7 @@ def _arithmetic(text: str) -> Decimal | None:
 def _decimal(text: str) -> Decimal | None:
     try:
         return Decimal(text.replace("_", ""))
-    except InvalidOperation:
+    except DecimalException:
         return None
 
 

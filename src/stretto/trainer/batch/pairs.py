@@ -253,7 +253,7 @@ def _render_reply(
     mask = mask.copy()
     mask[:1] = False
     if is_cut:
-        mask &= ~_ends(ids, mask, renderer)
+        mask &= ~_ends(ids, mask, renderer, reply[-1])
     if not mask.any():
         return "have no trained token"
     end = int(np.flatnonzero(mask)[-1]) + 1
@@ -262,11 +262,20 @@ def _render_reply(
 
 
 def _ends(
-    ids: Int32[np.ndarray, " tokens"], mask: Bool[np.ndarray, " tokens"], renderer: Renderer
+    ids: Int32[np.ndarray, " tokens"], mask: Bool[np.ndarray, " tokens"], renderer: Renderer, last: Message
 ) -> Bool[np.ndarray, " tokens"]:
-    """Where the end tokens are behind which nothing else is trained: a cut reply was sampled without them."""
+    """Which tokens a cut reply was sampled without: its end, and what closes the thought in which it was cut.
+
+    last: the message that was cut.
+    """
     others = np.flatnonzero(mask & ~np.isin(ids, renderer.stop_ids))
-    return np.arange(len(ids)) > (others[-1] if len(others) else -1)
+    end = int(others[-1]) if len(others) else -1
+    thought = str(last.get("reasoning_content") or "").strip()
+    if thought and end > 0 and not last.get("content") and not last.get("tool_calls"):
+        start = int(np.flatnonzero(~mask[:end])[-1]) + 1
+        while end > start and thought in renderer.decode(ids[start:end]):
+            end -= 1
+    return np.arange(len(ids)) > end
 
 
 def scored_example(ids: Int32[np.ndarray, " tokens"], images: tuple[Image, ...] = ()) -> Example:

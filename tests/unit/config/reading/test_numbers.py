@@ -35,6 +35,9 @@ def message(word: str) -> str:
         ("trainer.scheduler.warmup_steps=5%", "in steps, or, below 1, as a share of all steps, so write 0.05"),
         ("inference.gpu_memory_utilization=90%", "must be a valid number; write 0.9"),
         ("trainer.optim.lr=1,5", "write 1.5"),
+        ("trainer.optim.lr=0,001", "write 0.001"),
+        ("trainer.optim.lr=1,125", "must be a valid number"),
+        ("orchestrator.batch_size=1,024", "write 1024"),
         ("trainer.optim.lr=1e\u22126", "write 1e-06"),
         ("trainer.optim.lr=nan", "must be a finite number"),
         ("budget.max_tokens=2^20", "write 1048576"),
@@ -52,7 +55,9 @@ def test_numbers_as_python_writes_them_are_accepted(word: str) -> None:
     load(RLConfig, [f"--{word}", "--orchestrator.env.0.id", "sort-letters"])
 
 
-@pytest.mark.parametrize("text", ["", "-", "e5", "1/0", "2^65", "1 2", "9" * 400, "1e999999999", "h", "::", "5x"])
+@pytest.mark.parametrize(
+    "text", ["", "-", "e5", "1/0", "2^65", "1 2", "9" * 400, "1e999999999", "1e999999k", "9e999999h", "h", "::", "5x"]
+)
 def test_any_text_gets_an_answer(text: str) -> None:
     for name in ("max_hours", "keep_bytes", "lr", "seq_len"):
         assert len(number_meant(name, text, is_whole=False)) < 600

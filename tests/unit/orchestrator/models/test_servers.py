@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -95,10 +95,54 @@ def test_a_wrong_key_names_its_variable(monkeypatch) -> None:
             answers(cfg)
 
 
-def test_a_server_without_a_list_is_taken_as_it_is_if_its_model_is_named() -> None:
-    with served(status=404) as url:
+@pytest.mark.parametrize("answer", [{"status": 404}, {"status": 405}, {"body": b"<html>"}])
+def test_a_server_without_a_list_is_taken_as_it_is_if_its_model_is_named(answer) -> None:
+    with served(**answer) as url:
         [text] = answers(judge(url, served_model_name="large"))
-    assert text.endswith("so it has no list of models; it is taken as it is")
+    assert not text.startswith("NOT READY") and text.endswith("it is taken as it is")
+
+
+@pytest.mark.parametrize("sent", [b"\x15\x03\x01 no words\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}"])
+def test_an_answer_that_is_no_http_or_breaks_off_is_told_as_that(sent: bytes) -> None:
+    with talking(lambda connection: connection.sendall(sent)) as url:
+        [text] = ask([Server("k", url)])
+    assert "gives no answer of HTTP (" in text and text.endswith("; correct the address"), text
+    [text] = ask([Server("k", "http://exa mple/v1/models")])
+    assert "can't contain control characters" in text
+
+
+def test_servers_that_never_end_their_answers_share_one_deadline() -> None:
+    def drip(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        with suppress(OSError):
+            while True:
+                connection.sendall(b"x")
+                time.sleep(0.05)
+
+    with talking(drip) as url:
+        began = time.monotonic()
+        found = ask([Server("k", f"{url}/{number}") for number in range(4)], timeout_s=0.3)
+        assert time.monotonic() - began < 2.0
+    assert all("(no answer in 0.3 s)" in text for text in found)
+
+
+@contextmanager
+def talking(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of a server that reads a request and does `answer` with its connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=talk, args=(server.accept()[0],), daemon=True).start()
+
+        def talk(connection: socket.socket) -> None:
+            with connection:
+                connection.recv(65536)
+                answer(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 def test_all_are_asked_at_once_and_none_is_waited_for_longer_than_the_deadline() -> None:
@@ -133,3 +177,16 @@ def test_eval_asks_its_engines_and_models() -> None:
     cfg = load(EvalConfig, words)
     found = [server.key for server in servers_of(cfg, has_engine=False, started=())]
     assert found == ["client.base_url", "models.judge.base_url"]
+
+
+@pytest.mark.parametrize(
+    ("api", "address", "asked"),
+    [
+        ("tokens", "http://gateway/pool", "http://gateway/pool/v1/models"),
+        ("tokens", "http://a:1/v1/", "http://a:1/v1/models"),
+        ("chat", "http://gateway/pool", "http://gateway/pool/models"),
+    ],
+)
+def test_engines_are_asked_where_the_run_asks_them(api: str, address: str, asked: str) -> None:
+    cfg = load(EvalConfig, ["--client.base_url", address, "--client.api", api, "--env.0.id", "x"])
+    assert [server.url for server in servers_of(cfg, has_engine=False, started=())] == [asked]

@@ -133,6 +133,14 @@ def test_the_end_of_a_reply_that_was_cut_is_not_trained(keys, renderer):
     assert [text.strip() for text in texts(swapped, renderer)] == ["acbd", "abcd<|im_end|>"]
 
 
+def test_the_close_of_a_thought_in_which_a_reply_was_cut_is_not_trained(renderer):
+    """The template closes it, and the policy did not: DPO would teach it never to close one."""
+    thinking = {"role": "assistant", "reasoning_content": "so a", "content": ""}
+    for rejected, end in ((thinking, "so a"), (thinking | {"content": "acbd"}, "acbd")):
+        record = {"prompt": [USER], "chosen": [GOOD], "rejected": [rejected], "rejected_is_cut": True}
+        assert texts(rendered(record, renderer), renderer)[1].endswith(end)
+
+
 @pytest.mark.parametrize(
     "record, keys, said",
     [
