@@ -348,7 +348,7 @@ def why_no_state(flags: Values, place: Path) -> str | None:
         )
     reasons = {
         "the state of its optimizer is of whole weights, and adapters are trained": flags.lora_rank > 0,
-        "the state of its optimizer is that of another loss": flags.loss_type == "sft_loss",
+        "fine-tuning (--loss-type sft_loss) starts from weights alone": flags.loss_type == "sft_loss",
         "the state of its optimizer has no critic": flags.advantage_estimator == "ppo",
         f"the state of its optimizer is not that of {flags.optimizer}": flags.optimizer != "adam",
     }
