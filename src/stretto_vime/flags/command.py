@@ -124,13 +124,13 @@ def _missing_files(flags: Values) -> Iterator[str]:
 
 
 def _check_new(flags: Values, cfg: RLConfig | SFTConfig) -> None:
-    """Raises: ConfigError if the run's directory has another's checkpoints, or those of a run that goes on otherwise."""
+    """Raises: ConfigError if --save has checkpoints already: of Megatron's, or of a run that --load does not continue."""
     if cfg.print_config or (cfg.resume is not None and not flags.states):
         return
     step = cfg.run_dir.latest_complete_checkpoint()
     save = flags.given.get("--save", "--save (left out)")
     if not step and flags.save is not None and is_megatron(Path(flags.save)):
-        raise ConfigError(f"{save}: checkpoints of Megatron's are there; a run has a directory of its own, give another")
+        raise ConfigError(f"{save}: checkpoints of Megatron's are there; give the run a directory of its own")
     if not step:
         return
     raise ConfigError(

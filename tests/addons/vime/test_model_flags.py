@@ -145,7 +145,7 @@ def test_a_checkpoint_of_megatrons_is_where_training_starts_and_no_runs_own_dire
     put_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mg" / "iter_0000009").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="--save mg: checkpoints of Megatron's are there; a run has a directory of"):
+    with pytest.raises(ConfigError, match="--save mg: checkpoints of Megatron's are there; give the run a directory of its own"):
         read_command(words_of(tmp_path, SPLIT, "--load mg --save mg"))
     command = read_command(words_of(tmp_path, SPLIT, "--load mg --save runs/a"))
     assert command.config.model.name == "mg/hugging_face/iter_0000009"
@@ -201,7 +201,7 @@ def test_degrees_that_megatron_does_not_have_for_a_model_are_left_to_the_own_tra
         command = read_command(words_of(tmp_path, SPLIT, "--train-backend megatron", more))
         notes = [note for note in command.notes if note.startswith("--train-backend megatron: stretto's own trainer")]
         assert command.config.trainer.backend == ("megatron" if why is None else "fsdp")
-        assert why is None and not notes or why in notes[0], command.notes
+        assert (why is None and not notes) or why in notes[0], command.notes
 
 
 def test_the_state_of_an_optimizer_is_written_once_and_checked_by_a_dry_run(tmp_path):
