@@ -124,7 +124,7 @@ def _missing_files(flags: Values) -> Iterator[str]:
 
 
 def _check_new(flags: Values, cfg: RLConfig | SFTConfig) -> None:
-    """Raises: ConfigError if --save has checkpoints already: of Megatron's, or of a run that --load does not continue."""
+    """Raises: ConfigError if --save has checkpoints: of Megatron's, or of a run that --load does not continue."""
     if cfg.print_config or (cfg.resume is not None and not flags.states):
         return
     step = cfg.run_dir.latest_complete_checkpoint()

@@ -145,7 +145,7 @@ def test_a_checkpoint_of_megatrons_is_where_training_starts_and_no_runs_own_dire
     put_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mg" / "iter_0000009").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="--save mg: checkpoints of Megatron's are there; give the run a directory of its own"):
+    with pytest.raises(ConfigError, match="--save mg: checkpoints of Megatron's are there; give the run"):
         read_command(words_of(tmp_path, SPLIT, "--load mg --save mg"))
     command = read_command(words_of(tmp_path, SPLIT, "--load mg --save runs/a"))
     assert command.config.model.name == "mg/hugging_face/iter_0000009"
