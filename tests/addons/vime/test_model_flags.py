@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -185,6 +186,25 @@ def test_the_optimizer_of_a_checkpoint_of_megatrons_is_loaded_where_any_mesh_can
         command = read_command(words_of(tmp_path, SPLIT, f"{words} --save runs/a"))
         assert command.states == {} and command.config.resume is None
         assert any("the optimizer begins anew: " in note and why in note for note in command.notes), command.notes
+
+
+@pytest.mark.parametrize("made", ["iter_0000002", "iter_0000002.state"])
+def test_what_was_made_of_an_iteration_that_was_written_again_is_not_used(made, tmp_path, monkeypatch):
+    put_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "mg"
+    shutil.copytree(Path(__file__).parents[2] / "cases" / "megatron" / "dense.torch_dist_optim", checkpoint)
+    there = checkpoint / "hugging_face" / made
+    marker = RunDir(there).complete_marker(2) if made.endswith("state") else there / "config.json"
+    marker.parent.mkdir(parents=True)
+    marker.write_text("{}")
+    words = words_of(tmp_path, SPLIT, "--load mg --save runs/a")
+    assert read_command(words).states
+    later = marker.stat().st_mtime + 10
+    os.utime(checkpoint / "iter_0000002" / ".metadata", (later, later))
+    said = rf"--load mg: mg/hugging_face/{made} was made of mg/iter_0000002 before that was written again; delete it"
+    with pytest.raises(ConfigError, match=said):
+        read_command(words)
 
 
 def test_degrees_that_megatron_does_not_have_for_a_model_are_left_to_the_own_trainer(tmp_path, monkeypatch):
