@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stretto.base.errors import ConfigError, DataError, meant_path
 from stretto.config.reading.plain import PlainParser
 from stretto.families.table import FAMILIES, family_of
-from stretto_megatron.places import POINTER, find_iteration, is_megatron
+from stretto_megatron.places import METADATA, POINTER, find_iteration, is_megatron
 
 if TYPE_CHECKING:
     from stretto.families.shape import ModelConfig
@@ -101,9 +101,12 @@ def _split(entries: list[TensorEntry], most_bytes: int) -> Iterator[list[TensorE
 
 
 def check_megatron(source: Path, model: Path) -> None:
-    """Raises: DataError if a Megatron checkpoint does not have the weights that the config.json of `model` asks for."""
+    """Raises: DataError if a Megatron checkpoint lacks a file, or a weight that the config.json of `model` asks for."""
     from stretto_megatron.checkpoints import read_megatron
+    from stretto_megatron.torch_dist import TorchDist
 
+    if ((place := find_iteration(source)) / METADATA).exists():
+        TorchDist(place).check_files()
     for _ in read_megatron(source, _config_of(model)):
         pass
 

@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from stretto.base.errors import ConfigError
@@ -333,6 +333,13 @@ class PackedAttention(MegatronModule):
             key, value = (gather_rows(each, row.places, rank, self.group) for each in (key, value))
             out = torch.cat([_attend(query[own], key[seen], value[seen]) for own, seen in row.chunks])
         return out.flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None, **_: Any
+    ) -> Any:
+        """What Megatron saves of it: sinks, which tp divides."""
+        state, axes = self.state_dict(prefix="", keep_vars=True), {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ def find_optimizer(place: Path) -> Kind:
 
 
 def check_state(place: Path, model: Path) -> None:
-    """Raises: DataError as `write_state`, without reading a tensor."""
+    """Raises: DataError as `write_state`, and for a file that is missing or too short; no tensor is read."""
+    TorchDist(place).check_files()
     updates, _ = _counts(place)
     for _ in _tensors(place, hub.load_config(model, may_be_quantized=True), updates):
         pass
@@ -64,6 +65,7 @@ def write_state(place: Path, model: Path, run: RunDir) -> None:
     """
     from stretto.trainer.state.checkpoint import SCHEMA, finish_directory
 
+    check_state(place, model)
     cfg = hub.load_config(model, may_be_quantized=True)
     updates, step = _counts(place)
     directory = run.checkpoint(step) / "trainer"
@@ -85,7 +87,7 @@ def _counts(place: Path) -> tuple[int, int]:
     common = TorchDist(place).common()
     updates = next(_values(common.get("optimizer"), "step"), None) if isinstance(common, dict) else None
     if updates is None:
-        raise DataError(f"{place}: how many updates its optimizer has made is not said; give --no-load-optim")
+        raise DataError(f"{place}: how many updates its optimizer has made is not said")
     iteration = common.get("iteration")
     return updates, max(iteration if isinstance(iteration, int) else 1, 1)
 
@@ -93,8 +95,9 @@ def _counts(place: Path) -> tuple[int, int]:
 def _values(found: Any, key: str) -> Iterator[int]:
     """The whole numbers under this key, however deep."""
     if isinstance(found, dict):
-        if isinstance(found.get(key), int | float):
-            yield int(found[key])
+        value = found.get(key)
+        if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+            yield int(value)
         found = list(found.values())
     for each in found if isinstance(found, list) else ():
         yield from _values(each, key)

@@ -37,3 +37,9 @@ def find_iteration(directory: Path, step: int | None = None) -> Path:
         there = ", ".join(sorted(path.name for path in directory.glob("iter_*"))[-4:]) or "none"
         raise DataError(f"{directory}: no {name}; the iterations there are {there}")
     return directory / name
+
+
+def is_older(made: Path, place: Path) -> bool:
+    """Is what was made of an iteration older than a file of it, which was written again since?"""
+    latest = lambda directory: max((each.stat().st_mtime for each in directory.rglob("*") if each.is_file()), default=0)
+    return bool(latest(made) < latest(place))

@@ -140,6 +140,18 @@ class TorchDist:
                 return _Stored(self, f"{first}{each}", (int(layer),), tuple(found.size[1:]), _dtype(found))
         return None
 
+    def check_files(self) -> None:
+        """Raises: DataError naming a file that is missing, or shorter than what is stored in it."""
+        ends: dict[str, int] = {}
+        for place in self._metadata.storage_data.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for name, end in sorted(ends.items()):
+            path = self.directory / name
+            if not path.is_file():
+                raise DataError(f"{path}: this file of the checkpoint is missing; copy it anew")
+            if (size := path.stat().st_size) < end:
+                raise DataError(f"{path} has {size} bytes, and {end} are stored in it; copy it anew")
+
     def read(self, key: str, low: Shape, high: Shape) -> Shaped[Tensor, " ..."]:
         """The block [low, high) of a stored tensor."""
         stored = self._tensors[key]

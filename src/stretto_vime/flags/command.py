@@ -124,11 +124,15 @@ def _missing_files(flags: Values) -> Iterator[str]:
 
 
 def _check_new(flags: Values, cfg: RLConfig | SFTConfig) -> None:
-    """Raises: ConfigError if the run exists, and --load does not continue it."""
-    step = cfg.run_dir.latest_complete_checkpoint()
-    if cfg.resume is not None or cfg.print_config or not step:
+    """Raises: ConfigError if --save has checkpoints: of Megatron's, or of a run that --load does not continue."""
+    if cfg.print_config or (cfg.resume is not None and not flags.states):
         return
+    step = cfg.run_dir.latest_complete_checkpoint()
     save = flags.given.get("--save", "--save (left out)")
+    if not step and flags.save is not None and is_megatron(Path(flags.save)):
+        raise ConfigError(f"{save}: checkpoints of Megatron's are there; give the run a directory of its own")
+    if not step:
+        return
     raise ConfigError(
         f"{save}: {cfg.run_dir} has a run with a checkpoint of step {step}; continue it with --load {cfg.run_dir}, or "
         "give another directory"

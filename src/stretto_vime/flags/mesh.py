@@ -60,7 +60,9 @@ def why_not_megatron(flags: Values) -> str | None:
         return f"{flags.typed('--optimizer')} is of its own"
     try:
         if (here := find_model(flags.hf_checkpoint)) is not None:
-            check_refused(here.family, here.found, ModelSection(name=flags.hf_checkpoint), MegatronSection())
+            model = ModelSection(name=flags.hf_checkpoint, cp=flags.context_parallel_size)
+            section = MegatronSection(etp=flags.expert_tensor_parallel_size or 1)
+            check_refused(here.family, here.found, model, section)
     except ConfigError as error:
         return (
             str(error)

@@ -247,3 +247,28 @@ def test_a_state_of_another_model_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"dense.*has shape|missing"):
         write_state(OPTIMIZER, CASES / "moe", RunDir(tmp_path / "run"))
     assert not RunDir(tmp_path / "run").complete_checkpoints()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("missing", r"__0_0\.distcp: this file of the checkpoint is missing"),
+     ("short", r"__0_0\.distcp has 100 bytes, and \d+ are stored in it"),
+     ("uncounted", "how many updates its optimizer has made is not said$")],
+)  # fmt: skip
+def test_a_state_whose_files_are_damaged_is_refused_before_anything_is_written(name, said, tmp_path):
+    place = Path(shutil.copytree(OPTIMIZER, tmp_path / OPTIMIZER.name))
+    data = place / "__0_0.distcp"
+    if name == "uncounted":
+        groups = [{"step": float("nan")}]
+        torch.save({"iteration": 2, "optimizer": {"optimizer": {"param_groups": groups}}}, place / "common.pt")
+    elif name == "short":
+        data.write_bytes(data.read_bytes()[:100])
+    else:
+        data.unlink()
+    for check in (check_state, lambda *where: write_state(*where, RunDir(tmp_path / "run"))):
+        with pytest.raises(DataError, match=said):
+            check(place, CASES / "dense")
+    if name != "uncounted":
+        with pytest.raises(DataError, match=said):
+            check_megatron(place, CASES / "dense")
+    assert not (tmp_path / "run").exists()

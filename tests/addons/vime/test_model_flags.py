@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases.vime import CONFIG, SPLIT, put_files, words_of
+from cases.vime import CONFIG, SPLIT, put_files, put_megatron, words_of
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
@@ -141,11 +142,13 @@ def test_two_commands_that_need_the_same_checkpoint_convert_it_once(tmp_path):
     assert {path.name for path in target.parent.iterdir()} == {".lock", place.name}
 
 
-def test_a_checkpoint_of_megatrons_in_the_runs_own_directory_is_where_training_starts(tmp_path, monkeypatch):
+def test_a_checkpoint_of_megatrons_is_where_training_starts_and_no_runs_own_directory(tmp_path, monkeypatch):
     put_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mg" / "iter_0000009").mkdir(parents=True)
-    command = read_command(words_of(tmp_path, SPLIT, "--load mg --save mg"))
+    with pytest.raises(ConfigError, match="--save mg: checkpoints of Megatron's are there; give the run"):
+        read_command(words_of(tmp_path, SPLIT, "--load mg --save mg"))
+    command = read_command(words_of(tmp_path, SPLIT, "--load mg --save runs/a"))
     assert command.config.model.name == "mg/hugging_face/iter_0000009"
     assert command.conversions == {Path("mg/iter_0000009"): Path("mg/hugging_face/iter_0000009")}
 
@@ -164,6 +167,11 @@ def test_the_optimizer_of_a_checkpoint_of_megatrons_is_loaded_where_any_mesh_can
     assert any("begins with the moments of its optimizer" in note for note in command.notes)
     dry = read_command(words_of(tmp_path, SPLIT, "--load dense.torch_dist_optim --save runs/a --dry-run"))
     assert dry.states == {place: run} and dry.config.resume is None
+    marker = RunDir(tmp_path / "runs" / "b").complete_marker(3)
+    marker.parent.mkdir(parents=True)
+    marker.touch()
+    with pytest.raises(ConfigError, match=r"--save runs/b: runs/b has a run .* of step 3; continue it with --load"):
+        read_command(words_of(tmp_path, SPLIT, "--load dense.torch_dist_optim --save runs/b"))
 
     for more in ("--no-load-optim", "--finetune"):
         command = read_command(words_of(tmp_path, SPLIT, f"--load dense.torch_dist_optim --save runs/a {more}"))
@@ -178,6 +186,42 @@ def test_the_optimizer_of_a_checkpoint_of_megatrons_is_loaded_where_any_mesh_can
         command = read_command(words_of(tmp_path, SPLIT, f"{words} --save runs/a"))
         assert command.states == {} and command.config.resume is None
         assert any("the optimizer begins anew: " in note and why in note for note in command.notes), command.notes
+
+
+@pytest.mark.parametrize("made", ["iter_0000002", "iter_0000002.state"])
+def test_what_was_made_of_an_iteration_that_was_written_again_is_not_used(made, tmp_path, monkeypatch):
+    put_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "mg"
+    shutil.copytree(Path(__file__).parents[2] / "cases" / "megatron" / "dense.torch_dist_optim", checkpoint)
+    there = checkpoint / "hugging_face" / made
+    marker = RunDir(there).complete_marker(2) if made.endswith("state") else there / "config.json"
+    marker.parent.mkdir(parents=True)
+    marker.write_text("{}")
+    words = words_of(tmp_path, SPLIT, "--load mg --save runs/a")
+    assert read_command(words).states
+    later = marker.stat().st_mtime + 10
+    os.utime(checkpoint / "iter_0000002" / ".metadata", (later, later))
+    said = rf"--load mg: mg/hugging_face/{made} was made of mg/iter_0000002 before that was written again; delete it"
+    with pytest.raises(ConfigError, match=said):
+        read_command(words)
+
+
+def test_degrees_that_megatron_does_not_have_for_a_model_are_left_to_the_own_trainer(tmp_path, monkeypatch):
+    put_files(tmp_path)
+    put_megatron(tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    experts = {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True}
+    (tmp_path / "Qwen3-4B" / "config.json").write_text(json.dumps(CONFIG | experts | {"rms_norm_eps": 1e-6}))
+    for more, why in (
+        ("--context-parallel-size 2", "cp = 2: Megatron does not split tokens"),
+        ("--expert-tensor-parallel-size 2", "etp = 2: Megatron does not divide experts with biases"),
+        ("--expert-model-parallel-size 2", None),
+    ):
+        command = read_command(words_of(tmp_path, SPLIT, "--train-backend megatron", more))
+        notes = [note for note in command.notes if note.startswith("--train-backend megatron: stretto's own trainer")]
+        assert command.config.trainer.backend == ("megatron" if why is None else "fsdp")
+        assert (why is None and not notes) or why in notes[0], command.notes
 
 
 def test_the_state_of_an_optimizer_is_written_once_and_checked_by_a_dry_run(tmp_path):

@@ -44,6 +44,15 @@ def mismatch(policy, mb, **settings):
     return learner.optim_step()["mismatch_kl/mean"]
 
 
+def test_a_mixture_whose_blocks_are_all_dense_is_trained():
+    shape = {"num_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    policy = build_policy(0, {"first_k_dense_replace": 2}, family="deepseek_v3", **shape)
+    learner = build_learner(policy)
+    learner.forward_backward([pack(documents()[:2])])
+    metrics = learner.optim_step()
+    assert metrics["optim/grad_norm"] > 0 and not any(key.startswith("max_vio") for key in metrics)
+
+
 @pytest.mark.heavy
 def test_replay_closes_the_gap_that_other_choices_open():
     policy = build_moe()

@@ -51,10 +51,11 @@ class Routers:
 
     def add(self, routing: Routing) -> None:
         """Add the loads and confidence of one measured pass to the sums of the step."""
-        loads = torch.stack([routing.loads[layer] for layer in sorted(routing.loads)])
-        confidence = torch.stack([routing.confidence[layer] for layer in sorted(routing.loads)])
-        self._loads = loads if self._loads is None else self._loads + loads
-        self._confidence = confidence if self._confidence is None else self._confidence + confidence
+        if routing.loads:  # a mixture's config may leave all blocks dense
+            loads = torch.stack([routing.loads[layer] for layer in sorted(routing.loads)])
+            confidence = torch.stack([routing.confidence[layer] for layer in sorted(routing.loads)])
+            self._loads = loads if self._loads is None else self._loads + loads
+            self._confidence = confidence if self._confidence is None else self._confidence + confidence
         for layer, loss in routing.index_losses.items():
             self._index_sums[0] += float(loss)
             self._index_sums[1] += len(routing.key_choices[layer])

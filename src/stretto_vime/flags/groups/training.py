@@ -12,7 +12,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
-from stretto_megatron.places import find_iteration, is_megatron
+from stretto_megatron.places import find_iteration, is_megatron, is_older
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
 from stretto_vime.flags.shape import read_shape
 
@@ -313,9 +313,19 @@ def _converted(flags: Values, name: str, path: Path) -> str:
         raise ConfigError(f"{flags.given[name]}: {error}") from None
     target = path / CONVERTED / place.name
     if (target / "config.json").exists():
+        _check_made(flags, name, target, place)
         return str(target)
     flags.conversions[place] = target
     return str(flags.hf_checkpoint if flags.dry_run else target)
+
+
+def _check_made(flags: Values, name: str, made: Path, place: Path) -> None:
+    """Raises: ConfigError if an iteration was written again after this was made of it."""
+    if is_older(made, place):
+        raise ConfigError(
+            f"{flags.given[name]}: {made} was made of {place} before that was written again; delete it, and it is made "
+            "anew"
+        )
 
 
 def _optimizer_state(flags: Values, load: Path) -> Iterator[Setting]:
@@ -323,6 +333,8 @@ def _optimizer_state(flags: Values, load: Path) -> Iterator[Setting]:
     if not is_megatron(load) or why_no_state(flags, place := find_iteration(load, flags.ckpt_step)) is not None:
         return
     run = load / CONVERTED / f"{place.name}.state"
+    if RunDir(run).complete_checkpoints():
+        _check_made(flags, "--load", run, place)
     flags.states[place] = run
     if not flags.dry_run:
         yield Setting("resume.dir", str(run), ("--load",))
@@ -348,7 +360,7 @@ def why_no_state(flags: Values, place: Path) -> str | None:
         )
     reasons = {
         "the state of its optimizer is of whole weights, and adapters are trained": flags.lora_rank > 0,
-        "the state of its optimizer is that of another loss": flags.loss_type == "sft_loss",
+        "fine-tuning (--loss-type sft_loss) starts from weights alone": flags.loss_type == "sft_loss",
         "the state of its optimizer has no critic": flags.advantage_estimator == "ppo",
         f"the state of its optimizer is not that of {flags.optimizer}": flags.optimizer != "adam",
     }
