@@ -306,6 +306,15 @@ def test_an_interval_that_lowers_the_effective_sample_size_too_far_is_left():
     assert steer(steering(min_ess=0.5), publish_s=20.0, decay=0.3)[-1] == (3, 3), "0.55 there, 0.47 at the next"
 
 
+def test_tokens_that_would_be_worth_nothing_are_a_loss_like_any_other():
+    """Without min_ess, and with whole replies: ten versions older, their worth is less than numbers can tell from 0."""
+    chosen = Steering(SteeringSection(max_update_interval=4, min_ess=0, effective="rollouts"), 1)
+    for step in range(1, 40):
+        chosen.costs.publish.append(2.0)
+        chosen.add_step(step, 3.0 * step, 100.0, {"ess/rollouts": 0.005, "off_policy/mean": 0.1}, 0.0)
+    assert chosen.update_interval == 1
+
+
 def test_it_goes_back_when_updates_become_cheap():
     found = steer(steering(), publish_s=lambda step: 2.0 if step < 60 else 0.0, steps=120)
     assert found[58] == (4, 4) and found[-1] == (1, 1)
