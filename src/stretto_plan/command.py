@@ -123,7 +123,8 @@ def _rl_time(
     if args.compare is not None:
         texts.append(_comparison(compare(times, args.compare), found))
     elif not args.no_propose:
-        texts.append(_proposals(propose(costs, workload, times, reload, steps=steps, say=_show_trial), found))
+        proposals = propose(costs, workload, times, reload, steps=steps, settled=settled, say=_show_trial)
+        texts.append(_proposals(proposals, found))
     return texts
 
 

@@ -52,34 +52,6 @@ class Proposal:
         return " ".join(self.words)
 
 
-def propose(
-    costs: Costs,
-    workload: Workload,
-    now: Times,
-    reload: Reload,
-    *,
-    steps: int,
-    say: Callable[[str], None] = lambda text: None,
-) -> list[Proposal]:
-    """The changes to a run of `rl` that help, the best first; if it does not fit, those with which it does.
-
-    now: the times of the run as it is. steps: how many to simulate, at most.
-    """
-    num = proposal_steps(costs.setup.rl, steps)
-    before = now if num == now.num_steps else simulate(costs, workload, steps=num)
-    fits_now, found = fits(costs.setup), []
-    for words, setup in alternatives(costs.setup, _candidates(costs.setup, now), reload):
-        say(" ".join(words))
-        try:
-            times = simulate(replace(costs, setup=setup), workload, steps=num)
-        except StrettoError:
-            continue  # such as a run whose rollouts all take too long
-        gain = 1 - times.step_s / before.step_s
-        if gain >= max(LEAST_GAIN, math.hypot(before.spread, times.spread)) or not fits_now:
-            found.append(Proposal(words, times.step_s, times.staleness_p95, gain, _peak(setup)))
-    return sorted(found, key=lambda proposal: -proposal.gain)
-
-
 @dataclass(frozen=True)
 class Setting:
     """What steering chooses."""
@@ -87,6 +59,37 @@ class Setting:
     level: int
     update_interval: int
     """Steps between two versions that engines get."""
+
+
+def propose(
+    costs: Costs,
+    workload: Workload,
+    now: Times,
+    reload: Reload,
+    *,
+    steps: int,
+    settled: Setting | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Proposal]:
+    """The changes to a run of `rl` that help, the best first; if it does not fit, those with which it does.
+
+    now: the times of the run as it is. steps: how many to simulate, at most. settled: where steering settles, which
+    chooses the level and how often engines get weights: no proposal does, and all are compared there.
+    """
+    num = proposal_steps(costs.setup.rl, steps)
+    before = now if num == now.num_steps else simulate(costs, workload, steps=num)
+    fits_now, found = fits(costs.setup), []
+    for words, setup in alternatives(costs.setup, _candidates(costs.setup, now, settled), reload):
+        say(" ".join(words))
+        other = replace(costs, setup=setup)
+        try:
+            times = simulate(other if settled is None else at_setting(other, settled), workload, steps=num)
+        except StrettoError:
+            continue  # such as a run whose rollouts all take too long
+        gain = 1 - times.step_s / before.step_s
+        if gain >= max(LEAST_GAIN, math.hypot(before.spread, times.spread)) or not fits_now:
+            found.append(Proposal(words, times.step_s, times.staleness_p95, gain, _peak(setup)))
+    return sorted(found, key=lambda proposal: -proposal.gain)
 
 
 def steered(costs: Costs, workload: Workload, *, steps: int) -> dict[Setting, Times]:
@@ -187,14 +190,14 @@ def _words(**values: object) -> Words:
     return tuple(found)
 
 
-def _candidates(setup: Setup, now: Times) -> Iterator[Words]:
+def _candidates(setup: Setup, now: Times, settled: Setting | None) -> Iterator[Words]:
     """Changes that might help, depending on who waits for whom."""
     cfg = setup.rl
     level = cfg.orchestrator.max_async_level
-    for other in (1, 2, 4, 8, 16):
+    for other in (1, 2, 4, 8, 16) if settled is None else ():
         if level < other <= max(cfg.orchestrator.max_off_policy_steps, 1) and now.trainer_idle > 0.05:
             yield _words(orchestrator__max_async_level=other)
-    is_slow = now.publish_s + now.load_s > SLOW_UPDATE * now.step_s
+    is_slow = settled is None and now.publish_s + now.load_s > SLOW_UPDATE * now.step_s
     if is_slow and cfg.weight_broadcast.interval == 1 and 1 <= level < cfg.orchestrator.max_off_policy_steps:
         yield _words(weight_broadcast__interval=2, orchestrator__max_async_level=level + 1)
     if level and now.trainer_idle > 0.1:

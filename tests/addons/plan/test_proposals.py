@@ -13,8 +13,8 @@ from stretto.config.sections.model import ScratchSection
 from stretto.models.config import scratch_config
 from stretto_bench.hardware import GPUS
 from stretto_plan.costs import Costs, Measured
-from stretto_plan.memory import trainer_memory
-from stretto_plan.proposals import FEWEST_STEPS, fits, proposal_steps, propose, propose_sft
+from stretto_plan.memory import running_sequences, trainer_memory
+from stretto_plan.proposals import FEWEST_STEPS, Setting, at_setting, fits, proposal_steps, propose, propose_sft
 from stretto_plan.setup import build_setup
 from stretto_plan.simulation.run import sft_times, simulate
 from stretto_plan.workload import Numbers, Workload
@@ -70,6 +70,38 @@ def test_slow_rewards_are_hidden_by_more_asynchrony(tmp_path) -> None:
     workload = Workload(Numbers(200), Numbers(500), score_s=Numbers(3.0, 0.5))
     found = check_promises(words, costs, workload, steps=FEWEST_STEPS)
     assert found[0].words[0] == "--orchestrator.max-async-level" and found[0].gain > 0.5
+
+
+@pytest.mark.heavy
+def test_proposals_to_a_steered_run_are_compared_where_steering_settles(tmp_path) -> None:
+    """Steering chooses the level itself, and a longer row gains what it gains at that level, not at the first one."""
+    given = {"max_async_level": 1, "steering": {"max_level": 4}}
+    words = words_of(tmp_path, rl_config(orchestrator=given))
+    # Rewards take three steps of the trainer: it waits for them at the first level alone.
+    measured = replace(FREE, train=((1.0, 1.0), (2.0, 1.0)), decode=((1.0, 1e-5), (2.0, 1e-5)))
+    workload = Workload(Numbers(200), Numbers(500), score_s=Numbers(9.0, 0.0))
+    costs = Costs(build_setup(load(RLConfig, words, verb="rl"), gpu="H100"), measured=measured)
+    settled, there = Setting(4, 1), at_setting(costs, Setting(4, 1))
+    now = simulate(there, workload, steps=FEWEST_STEPS)
+    assert now.trainer_idle < 0.05
+    tried = []
+    reload = lambda added: tried.append([*added]) or load(RLConfig, [*words, *added], verb="rl")
+    found = propose(there, workload, replace(now, trainer_idle=0.5), reload, steps=FEWEST_STEPS, settled=settled)
+    assert tried and not any("--orchestrator.max-async-level" in words for words in tried)
+    for proposal in found:
+        setup = build_setup(load(RLConfig, [*words, *proposal.words], verb="rl"), gpu="H100")
+        times = simulate(at_setting(replace(costs, setup=setup), settled), workload, steps=FEWEST_STEPS)
+        assert times.step_s == pytest.approx(proposal.step_s, rel=1e-6), proposal.text
+    assert "--orchestrator.row-tokens 16384" in [proposal.text for proposal in found]
+
+
+def test_a_steered_run_has_memory_for_the_highest_level(tmp_path) -> None:
+    def sequences(**given) -> int:
+        words = words_of(tmp_path, rl_config(orchestrator={"max_async_level": 1, **given}))
+        setup = build_setup(load(RLConfig, words, verb="rl"), gpu="H100")
+        return running_sequences(setup, setup.engines[0])
+
+    assert sequences(steering={"max_level": 4}) == sequences(max_async_level=4) > sequences()
 
 
 @pytest.mark.heavy

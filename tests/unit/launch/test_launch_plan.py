@@ -344,6 +344,14 @@ def test_inference_gets_the_first_gpu_and_the_trainer_the_next(
     assert spec.env["CUDA_VISIBLE_DEVICES"] == ",".join(trainer)
 
 
+def test_the_table_says_between_which_levels_a_run_is_steered(config) -> None:
+    assert "up to 1 ahead\n" in table(planned(config()))
+    words = ["--orchestrator.steering.max-level", "6"]
+    assert "1 ahead at first, steered between 1 and 6\n" in table(planned(config(*words)))
+    words += ["--orchestrator.steering.max-update-interval", "4"]
+    assert "steered between 1 and 6, new weights every 1 to 4 steps\n" in table(planned(config(*words)))
+
+
 @pytest.mark.parametrize(
     ("visible", "words", "tolerance"),
     [

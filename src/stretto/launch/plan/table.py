@@ -138,13 +138,18 @@ def table(plan: LaunchPlan) -> str:
     cfg = plan.config
     names = [env.name or env.id for env in cfg.orchestrator.env]
     envs = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    every = cfg.weight_broadcast.interval
+    every, level, steering = cfg.weight_broadcast.interval, cfg.orchestrator.max_async_level, cfg.orchestrator.steering
     rarely = "" if every == 1 else f", new weights every {every} steps"
+    ahead = f"up to {level} ahead"
+    if steering is not None:
+        ahead = f"{level} ahead at first, steered between {steering.min_level} and {steering.max_level}"
+        if (most := steering.max_update_interval or every) > every:
+            rarely = f", new weights every {every} to {most} steps"
     steps = "until stopped" if cfg.max_steps is None else f"{cfg.max_steps} steps"
     head = [
         f"run      {plan.run}" + (f" ({resume_text(cfg.resume)})" if cfg.resume is not None else ""),
         f"model    {cfg.model.name}" + (" (made from scratch)" if cfg.model.scratch is not None else ""),
-        f"trains   {envs}, {steps}, up to {cfg.orchestrator.max_async_level} ahead{rarely}",
+        f"trains   {envs}, {steps}, {ahead}{rarely}",
         f"batch    {plan.batch}",
         f"wires    rollouts {cfg.rollout_transport.type}, weights {cfg.weight_broadcast.type}",
         f"machine  {process.num_cores()} CPU cores, {len(process.visible_gpus())} GPUs",

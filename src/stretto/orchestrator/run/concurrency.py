@@ -15,7 +15,7 @@ The time and the load are arguments: nothing here waits or asks the engines.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stretto.config.sections.orchestrator import AdaptiveConcurrency, OrchestratorSection
 from stretto.orchestrator.groups.buffer import Buffer
@@ -74,5 +74,8 @@ def build_limit(cfg: OrchestratorSection, buffer: Buffer) -> AdaptiveLimit | Non
     """Build the adaptive limit of a run; None if concurrency is not adaptive."""
     if not isinstance(cfg.concurrency, AdaptiveConcurrency):
         return None
-    upper_bound = cfg.max_inflight_rollouts or buffer.bounds.num_slots * cfg.group_size
+    bounds = buffer.bounds
+    if cfg.steering is not None:
+        bounds = replace(bounds, max_async_level=cfg.steering.max_level)  # the level may rise to it
+    upper_bound = cfg.max_inflight_rollouts or bounds.num_slots * cfg.group_size
     return AdaptiveLimit(cfg.concurrency, upper_bound)

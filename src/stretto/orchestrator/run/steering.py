@@ -46,6 +46,7 @@ MOST_WEIGHT = 6  # measurements of a level that count; of more the older ones fa
 LARGE_WAIT = 1 / 3
 EARLY_STEPS = 4
 NUM_UPDATES = 9  # the latest updates whose median cost counts
+LEAST_GAIN = -0.999_999  # of an interval whose tokens would be worth nothing
 AGE = "off_policy/mean"
 
 
@@ -318,8 +319,8 @@ class Steering:
         for interval in range(self._least_interval, self._most_interval + 1):
             if interval > now and not self._may_be(interval, window, ess):
                 break
-            gain, steps = math.log1p(self._gain(interval, window, ess, waited)), interval - now
-            worth = gain - step_gain * (steps if steps > 0 else steps / 2)
+            gain, steps = self._gain(interval, window, ess, waited), interval - now
+            worth = math.log1p(max(gain, LEAST_GAIN)) - step_gain * (steps if steps > 0 else steps / 2)
             if worth > most:
                 best, most = interval, worth
         return best

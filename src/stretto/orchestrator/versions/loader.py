@@ -55,6 +55,7 @@ class VersionLoader:
         self.interval, self._end, self._is_evaluated = interval, end, is_evaluated
         self._due = deque([start])  # versions that the trainer has to publish
         self._decided = start  # the newest version of which is known whether engines get it
+        self._sent = start  # the newest of those that they get
         self._is_stopped = False  # a version came that was not due: the last one of a stopped run
         self.load_s = 0.0  # of the latest load
         self._engines, self._ledger, self._timeout_s = engines, ledger, timeout_s
@@ -66,10 +67,16 @@ class VersionLoader:
         self._newest = start - 1
 
     def decide(self, step: int) -> bool:
-        """Whether engines get the version that `step` makes: each of the interval, evaluated ones, and the last."""
+        """Whether engines get the version that `step` makes: each of the interval, evaluated ones, and the last.
+
+        Between the multiples of two intervals there may be more steps than both have, so that batches would wait for
+        a version that nobody sends: where the interval changes it comes after so many steps too.
+        """
         assert step == self._decided + 1, f"step {step} is decided after {self._decided}"
         self._decided = step
-        if is_sent := step == self._after(step - 1) or self._is_evaluated(step):
+        is_late = step - self._sent >= self.interval
+        if is_sent := is_late or step == self._after(step - 1) or self._is_evaluated(step):
+            self._sent = step
             self._due.append(step)
         return is_sent
 

@@ -7,6 +7,7 @@ import math
 import random
 from itertools import accumulate, pairwise
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 from fakes import CharRenderer, FakeEngine, FakeTrainer, parrot
@@ -18,8 +19,12 @@ from stretto.config.root import RLConfig
 from stretto.config.sections.orchestrator import SteeringSection
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
+from stretto.ledger.writer import Ledger
 from stretto.monitors.file import read_metrics
+from stretto.orchestrator.main import build_bounds
+from stretto.orchestrator.run.concurrency import build_limit
 from stretto.orchestrator.run.steering import Steering
+from stretto.orchestrator.versions.loader import VersionLoader
 
 STEPS = 200
 
@@ -205,6 +210,52 @@ def test_a_level_that_falls_below_what_is_not_sent_yet_blocks_no_batch(tmp_path)
         assert not sum(row.get("off_policy/dropped", 0) for row in rows)
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize(("before", "after"), [(6, 8), (5, 4)])
+def test_an_interval_that_changes_between_two_versions_lets_no_group_become_too_old(tmp_path, before, after):
+    """Multiples of 6 and of 8 are up to ten steps apart, of 5 and of 4 up to seven: more than may be ahead."""
+    level = max(before, after)
+    task = TASKS["publishing is slow"] | {"load_s": 0.5}
+    steering = {"max_level": level, "max_update_interval": level, "interval": 99}  # which decides nothing so early
+    cfg, engine, trainer = ends(tmp_path, 1, level, **task, steps=18, max_off_policy_steps=level, steering=steering)
+    at = before + 2  # decided, but that of `before`, not sent
+
+    async def change(loop):
+        loop.parts.versions.interval = before
+        while loop.buffer.next_step <= at:
+            await asyncio.sleep(0.1)
+        loop.parts.versions.interval = after
+
+    loop = train(cfg, engine, trainer, meanwhile=change)
+    versions = sent(cfg.run_dir)
+    assert loop.progress.step == 18 and versions[:2] == [0, before]
+    assert max(b - a for a, b in pairwise(versions)) <= level and not audit(cfg.run_dir)
+    assert not sum(row.get("off_policy/dropped", 0) for row in read_metrics(cfg.run_dir.metrics("orchestrator")))
+
+
+def test_no_more_steps_are_without_a_version_than_the_interval_of_the_moment_has():
+    rng = random.Random(1)
+    for _ in range(200):
+        loader, last = VersionLoader(None, None, start=(start := rng.randint(0, 9)), timeout_s=1.0), start
+        for step in range(start + 1, start + 60):
+            loader.interval = rng.randint(1, 8) if rng.random() < 0.2 else loader.interval
+            is_sent = loader.decide(step)
+            assert is_sent or (step % loader.interval and step - last < loader.interval)
+            last = step if is_sent else last
+
+
+def test_adaptive_concurrency_may_grow_as_far_as_the_level_that_steering_may_reach(tmp_path):
+    def most(**more):
+        cfg = config(tmp_path, concurrency={"type": "adaptive"}, batch_size=32, **more)
+        Ledger(cfg.run_dir).close()
+        limit = build_limit(cfg, SimpleNamespace(bounds=build_bounds(cfg)))
+        return limit.upper_bound
+
+    assert most() == 64
+    assert most(steering={"max_level": 4}) == 160
+    assert most(steering={"max_level": 4}, max_inflight_rollouts=96) == 96
+
+
 # -- decisions, from steps of a simple model --
 
 
@@ -253,6 +304,15 @@ def test_tokens_that_age_are_worth_updates():
 
 def test_an_interval_that_lowers_the_effective_sample_size_too_far_is_left():
     assert steer(steering(min_ess=0.5), publish_s=20.0, decay=0.3)[-1] == (3, 3), "0.55 there, 0.47 at the next"
+
+
+def test_tokens_that_would_be_worth_nothing_are_a_loss_like_any_other():
+    """Without min_ess, and with whole replies: ten versions older, their worth is less than numbers can tell from 0."""
+    chosen = Steering(SteeringSection(max_update_interval=4, min_ess=0, effective="rollouts"), 1)
+    for step in range(1, 40):
+        chosen.costs.publish.append(2.0)
+        chosen.add_step(step, 3.0 * step, 100.0, {"ess/rollouts": 0.005, "off_policy/mean": 0.1}, 0.0)
+    assert chosen.update_interval == 1
 
 
 def test_it_goes_back_when_updates_become_cheap():
