@@ -542,7 +542,7 @@ async def test_no_request_is_answered_with_5xx_and_a_plain_one_stays_as_it_was(e
 async def test_an_update_whose_caller_has_left_gives_way_to_the_next_one(engine, client, weights):
     """It waits for an engine that died; the next one must neither wait with it nor fail with its error."""
     await weights(60, 1)
-    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=20_000, timeout_s=15)
+    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=20_000, timeout_s=5)
     try:
         manifest = publisher.publish(61, export_tensors(scratch(2)))
         location = json.loads(manifest.location)
@@ -554,7 +554,7 @@ async def test_an_update_whose_caller_has_left_gives_way_to_the_next_one(engine,
             left.cancel()
         async with EngineClient([engine[1]]) as anew:  # sends all calls, as after a failure
             await anew.update_weights(manifest)
-        await asyncio.sleep(16)  # beyond the deadline of the one that was left
+        await asyncio.sleep(6)  # beyond the deadline of the one that was left
         scores = await scores_of(client, PROMPT, "gave-way")
         np.testing.assert_allclose(scores[1:], logprobs_of(scratch(2), PROMPT), **CLOSE)
         [completion] = await client.generate(ask("gave-way", max_tokens=4))
