@@ -72,7 +72,7 @@ def learner_of(case: str, mesh: Mesh | None, seed: int = 0, **more: Any) -> Lear
     shape = SHAPE | {"tie_word_embeddings": "untied" not in words}
     hf = {key: value for word in words for key, value in SHAPES.get(word, {}).items()}
     build = lambda seed, **more: build_policy(seed, hf, family=words[0], **(shape | more))
-    section, ac = MegatronSection(**{k: v for w in words for k, v in OPTIONS.get(w, {}).items()}), None
+    section, ac = section_of(case), None
     if mesh is not None and "full" in words:
         ac = ActivationCheckpointSection()
     dtype = torch.bfloat16 if "bf16" in words else torch.float32
@@ -89,6 +89,10 @@ def learner_of(case: str, mesh: Mesh | None, seed: int = 0, **more: Any) -> Lear
         build=TorchNetwork if mesh is None else partial(build_network, section=section),
         **more,
     )
+
+
+def section_of(case: str) -> MegatronSection:
+    return MegatronSection(**{k: v for word in case.split("-") for k, v in OPTIONS.get(word, {}).items()})
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -273,7 +277,7 @@ def critic_of(case: str, mesh: Mesh | None, seed: int = 0) -> Critic:
         model=ModelSection(dtype="float32"),
         optim=AdamWOptim(lr=1e-2, eps=1e-3, max_norm=0.5),
         mesh=mesh,
-        build=TorchNetwork if mesh is None else partial(build_network, section=MegatronSection()),
+        build=TorchNetwork if mesh is None else partial(build_network, section=section_of(case)),
     )
 
 
