@@ -32,7 +32,7 @@ from stretto.check.vllm_models import ServedModel
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.distill import TaughtAlgo
 from stretto.config.sections.inference import InferenceSection
-from stretto.config.sections.model import Family, ModelSection, ScratchSection
+from stretto.config.sections.model import ActivationCheckpointSection, Family, ModelSection, ScratchSection
 from stretto.config.sections.sft import RewardSection
 from stretto.config.sections.trainer import MegatronSection
 from stretto.data.hub_model import find_config, is_hub_name
@@ -79,7 +79,8 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
     if (megatron := find_megatron(trainer)) is not None:
         _check_beside_policy(cfg, megatron)
     if cfg.num_critic_ranks:
-        check_model(cfg.model, cfg.num_critic_ranks, "model, of the ranks in trainer.critic.placement")
+        where = "model, of the ranks in trainer.critic.placement"
+        check_model(cfg.model, cfg.num_critic_ranks, where, megatron=find_megatron(trainer))
     check_engine_model(cfg)
     check_teachers(cfg)
     if cfg.inference is not None:
@@ -90,7 +91,7 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
 
 
 def _check_beside_policy(cfg: RLConfig, megatron: MegatronSection) -> None:
-    """Check the reference and the critic, which Megatron spreads over the ranks of the policy.
+    """Check the reference, which Megatron spreads over the ranks of the policy, and the critic, on these or its own.
 
     Raises: ConfigError naming the key of the model, and what it does not allow.
     """
@@ -100,14 +101,30 @@ def _check_beside_policy(cfg: RLConfig, megatron: MegatronSection) -> None:
         "trainer.advantages.kl_model": trainer.advantages and trainer.advantages.kl_model,
         "trainer.critic.load": trainer.critic and trainer.critic.load,
     }
+    if trainer.critic is not None and trainer.critic.ac is not None:
+        _check_critic_ac(cfg, trainer.critic.ac, megatron)
     for path, name in named.items():
         if not name or (here := find_model(name)) is None:
             continue
+        ranks = cfg.num_critic_ranks if path == "trainer.critic.load" else 0
         try:
             check_refused(here.family, here.found, cfg.model, megatron)
-            find_megatron_degrees(cfg.model, megatron, cfg.num_train_ranks, read_shape(here))
+            find_megatron_degrees(cfg.model, megatron, ranks or cfg.num_train_ranks, read_shape(here))
         except ConfigError as error:
             raise ConfigError(f"{path} = {name!r}: {error}") from None
+
+
+def _check_critic_ac(cfg: RLConfig, ac: ActivationCheckpointSection, megatron: MegatronSection) -> None:
+    """Raises: ConfigError for what Megatron does not compute again."""
+    scratch = cfg.model.scratch
+    here = None if scratch is not None else find_model(cfg.model.name)
+    family = scratch.family if scratch is not None else here.family if here is not None else None
+    if family is None:
+        return
+    try:
+        check_refused(family, {}, cfg.model.model_copy(update={"ac": ac}), megatron)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("[model.ac]", "[trainer.critic.ac]")) from None
 
 
 def check_model(

@@ -236,9 +236,7 @@ def _num_ranks(nodes: Any, gpus: Any) -> int | None:
 
 def _workers(values: Values, key: str, ranks: Any) -> dict[str, Any]:
     """Ranks that receive different batches: those of the axes cp, tp and pp share one."""
-    degrees = [values.get(f"model.{axis}") for axis in ("cp", "tp")]
-    if key == "orchestrator.num_train_workers":
-        degrees.append(values.get("trainer.megatron.pp"))
+    degrees = [values.get(name) for name in ("model.cp", "model.tp", "trainer.megatron.pp")]
     sharing = math.prod(degree if isinstance(degree, int) and degree > 0 else 1 for degree in degrees)
     return {key: max(1, ranks // sharing)} if isinstance(ranks, int) and ranks > 0 else {}
 

@@ -232,7 +232,7 @@ class RLConfig(RunKeys, ClusterRoot):
 
     @property
     def ranks_per_worker(self) -> int:
-        """Processes of the trainer that train on the same micro batches."""
+        """Processes of the trainer, or of a critic of its own, that train on the same micro batches."""
         stages = self.trainer.megatron.pp if self.trainer.megatron is not None else 1
         return self.model.cp * self.model.tp * stages
 
@@ -245,7 +245,7 @@ class RLConfig(RunKeys, ClusterRoot):
     def num_critic_ranks(self) -> int:
         """Processes of a critic on ranks of its own."""
         placement = self.critic_placement
-        return 0 if placement is None else placement.num_workers * self.model.cp * self.model.tp
+        return 0 if placement is None else placement.num_workers * self.ranks_per_worker
 
     @property
     def num_nodes(self) -> int:

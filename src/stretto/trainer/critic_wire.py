@@ -103,18 +103,22 @@ class Flushed(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True)
 class Roles:
-    """How many data-parallel ranks both roles have, and of how many processes (cp x tp) each consists."""
+    """How many data-parallel ranks both roles have, and of how many processes each consists.
+
+    num_sharing: cp x tp processes, whose numbers follow each other. num_stages: as many times these.
+    """
 
     num_policy: int
     num_critic: int
     num_sharing: int
+    num_stages: int = 1
 
     def name(self, index: int) -> str:
         """The process name of a member of the group, which are the policy's batch leads, then the critic's."""
         is_critic = index >= self.num_policy
         count, rank = (self.num_critic, index - self.num_policy) if is_critic else (self.num_policy, index)
         role = "critic" if is_critic else "trainer"
-        return role if count * self.num_sharing == 1 else f"{role}_{rank * self.num_sharing}"
+        return role if count * self.num_sharing * self.num_stages == 1 else f"{role}_{rank * self.num_sharing}"
 
     def critic_of(self, dp_rank: int) -> int:
         """The number in the group of the critic's rank that gets the batches of this rank of the policy."""
@@ -179,7 +183,8 @@ def open_wire(cfg: TrainerConfig, mesh: Mesh, *, is_critic: bool, timeout_s: flo
         store.set(NUM_POLICY, str(mesh.degrees.dp))
     else:
         store = connect_store(host, port, timeout_s, TITLE)
-    roles = Roles(int(store.get(NUM_POLICY)), placement.num_workers, mesh.degrees.cp * mesh.degrees.tp)
+    degrees = mesh.degrees
+    roles = Roles(int(store.get(NUM_POLICY)), placement.num_workers, degrees.cp * degrees.tp, degrees.pp)
     index = roles.num_policy * is_critic + mesh.dp_rank
     count = roles.num_policy + roles.num_critic
     if absent := join_group(store, index, count, JOIN_TIMEOUT_S, name=roles.name(index)):

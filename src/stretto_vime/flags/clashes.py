@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from stretto.vime.reward_types import RM_TYPES, WITH_ENTRIES
 from stretto_vime.flags import mesh
 from stretto_vime.flags.flag import Values
 from stretto_vime.flags.groups import BY_NAME
-from stretto_vime.flags.groups.cluster import is_on_one_node
+from stretto_vime.flags.groups.cluster import CRITIC, is_on_one_node
 from stretto_vime.flags.groups.learning import GROUP_NORMALISED, PLUS_PLUS
 from stretto_vime.flags.groups.megatron import NOT_SPLIT
 from stretto_vime.flags.groups.rollout import (
@@ -83,6 +84,20 @@ def _is_ppo(flags: Values) -> bool:
     return flags.advantage_estimator == "ppo"
 
 
+def _shards(flags: Values) -> int:
+    """Ranks of Megatron that together have the whole model and all tokens of a row."""
+    degrees = (flags.tensor_model_parallel_size, flags.context_parallel_size, flags.pipeline_model_parallel_size)
+    return math.prod(degrees)
+
+
+def _critic_gpus(flags: Values) -> int:
+    pairs = (
+        (flags.critic_num_nodes, flags.actor_num_nodes),
+        (flags.critic_num_gpus_per_node, flags.actor_num_gpus_per_node),
+    )
+    return math.prod(actors if own is None else own for own, actors in pairs)
+
+
 def _compares_groups(flags: Values) -> bool:
     return flags.advantage_estimator in (*GROUP_NORMALISED, "reinforce_plus_plus_baseline")
 
@@ -139,9 +154,14 @@ CLASHES: tuple[Clash, ...] = (
           "{0}: {1} times {2} must divide the GPUs of the actor; change one of them"),
     Clash("--actor-num-gpus-per-node --pipeline-model-parallel-size --tensor-model-parallel-size "
           "--context-parallel-size",
-          lambda v: mesh.has_megatron(v) and (shards := v.tensor_model_parallel_size * v.context_parallel_size
-          * v.pipeline_model_parallel_size) > 0 and v.actor_num_nodes * v.actor_num_gpus_per_node % shards,
+          lambda v: mesh.has_megatron(v) and (shards := _shards(v)) > 0
+          and v.actor_num_nodes * v.actor_num_gpus_per_node % shards,
           "{0}: {1} times {2} times {3} must divide the GPUs of the actor; change one of them"),
+    Clash("--critic-num-nodes --critic-num-gpus-per-node --pipeline-model-parallel-size --tensor-model-parallel-size "
+          "--context-parallel-size", lambda v: _is_ppo(v) and any(map(v.has, CRITIC)) and mesh.has_megatron(v)
+          and (shards := _shards(v)) > 0 and _critic_gpus(v) % shards,
+          "{0}, {1}: {2} times {3} times {4} must divide the GPUs of the critic; leave its own out for as many as the "
+          "actor's"),
     *(_given(name, "--pipeline-model-parallel-size", lambda v: mesh.has_megatron(v)
              and v.pipeline_model_parallel_size == 1, "{0} needs {1}") for name in STAGES),
     Clash("--rollout-batch-size", lambda v: v.rollout_batch_size is None, "{0} is missing: prompts of a rollout"),

@@ -23,8 +23,7 @@ from stretto_vime.flags.flag import Values
 BACKEND = "--train-backend"
 _OWN = (
     "--colocate", "--lora-rank", "--use-rollout-routing-replay", "--optimizer-cpu-offload", "--fp8-format",
-    "--custom-model-provider-path", "--critic-num-nodes", "--critic-num-gpus-per-node",
-    "--moe-router-enable-expert-bias", "--loss-type",
+    "--custom-model-provider-path", "--moe-router-enable-expert-bias", "--loss-type",
 )  # fmt: skip
 """Flags that stretto's own trainer honours alone: of the last fine-tuning, of that before a bias that moves."""
 EXPERTS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
@@ -52,10 +51,11 @@ def why_not_megatron(flags: Values) -> str | None:
     }
     if own := [flags.given[name] for name in _OWN if flags.has(name) and not is_fine.get(name, False)]:
         return f"{own[0]} is of its own"
-    if flags.advantage_estimator == "ppo":
-        return (
-            f"{flags.typed('--advantage-estimator')} trains a critic on ranks of its own, which Megatron does not have"
-        )
+    for key, (value, source) in flags.critic.items():
+        if key.startswith("recompute_") and value != getattr(flags, key):
+            return f"{source}: Megatron's arguments are those of actor and critic"
+        if key == "optimizer" and value != "adam":
+            return f"{source} is of its own"
     if flags.optimizer != "adam":
         return f"{flags.typed('--optimizer')} is of its own"
     try:

@@ -41,7 +41,7 @@ from stretto.trainer.learner import Learner
 from stretto.trainer.network import TorchNetwork
 from stretto.trainer.ranks import exchange
 from stretto.trainer.ranks.mesh import Mesh
-from stretto.trainer.state.checkpoint import load
+from stretto.trainer.state.checkpoint import SavedState, Saver, load
 from stretto_megatron.limits import build_network
 from stretto_megatron.moments import find_optimizer, write_state
 
@@ -72,7 +72,7 @@ def learner_of(case: str, mesh: Mesh | None, seed: int = 0, **more: Any) -> Lear
     shape = SHAPE | {"tie_word_embeddings": "untied" not in words}
     hf = {key: value for word in words for key, value in SHAPES.get(word, {}).items()}
     build = lambda seed, **more: build_policy(seed, hf, family=words[0], **(shape | more))
-    section, ac = MegatronSection(**{k: v for w in words for k, v in OPTIONS.get(w, {}).items()}), None
+    section, ac = section_of(case), None
     if mesh is not None and "full" in words:
         ac = ActivationCheckpointSection()
     dtype = torch.bfloat16 if "bf16" in words else torch.float32
@@ -89,6 +89,10 @@ def learner_of(case: str, mesh: Mesh | None, seed: int = 0, **more: Any) -> Lear
         build=TorchNetwork if mesh is None else partial(build_network, section=section),
         **more,
     )
+
+
+def section_of(case: str) -> MegatronSection:
+    return MegatronSection(**{k: v for word in case.split("-") for k, v in OPTIONS.get(word, {}).items()})
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -273,11 +277,11 @@ def critic_of(case: str, mesh: Mesh | None, seed: int = 0) -> Critic:
         model=ModelSection(dtype="float32"),
         optim=AdamWOptim(lr=1e-2, eps=1e-3, max_norm=0.5),
         mesh=mesh,
-        build=TorchNetwork if mesh is None else partial(build_network, section=MegatronSection()),
+        build=TorchNetwork if mesh is None else partial(build_network, section=section_of(case)),
     )
 
 
-def run_critic(case: str) -> dict[str, float]:
+def run_critic(case: str, out: Path) -> dict[str, float]:
     mesh = Mesh(degrees_of(case), device(), is_sharded=False)
     own, theirs = critic_of(case, None), critic_of(case, mesh)
     mbs = [replace(pack(part), values=None) for part in (documents(4)[:5], documents(4)[5:])]
@@ -289,16 +293,58 @@ def run_critic(case: str) -> dict[str, float]:
         replace(mb, values=value, returns=np.where(value != 0, np.sin(np.arange(len(value))), 0).astype(np.float32))
         for mb, value in zip(mbs, values)
     ]
+    own.forward_backward(mbs)
+    theirs.forward_backward(mine := mesh.local_items(mbs))
+    theirs.network.finish_gradients()
+    theirs.network.weights.clip_gradients(None)  # which Megatron's optimizer then has
+    of_own = own.network.weights
+    gradients = {name: parameter.grad for name, parameter in zip(of_own.names, of_own.parameters)}
+    found["gradients"] = largest(theirs.network.weights.gathered("grad"), gradients)
     for number in (1, 2):
-        own.train(mbs, number)
-        theirs.train(mesh.local_items(mbs), number)
-    found["updated"] = largest(
-        theirs.network.weights.all_slices(), {n: p.detach() for n, p in own.module.named_parameters()}
-    )
+        if number == 2:
+            own.forward_backward(mbs)
+            theirs.forward_backward(mine)
+        for each in (own, theirs):
+            each.optim_step(number)
+            each.step = number
+    found["updated"] = largest(theirs.network.weights.all_slices(), critic_weights(own))
     wanted, metrics = own.pop_metrics(), theirs.pop_metrics()
     found["metrics"] = max(abs(metrics[key] - value) for key, value in wanted.items())
-    ranks = gather(found)
-    return {key: max(each[key] for each in ranks) for key in found}
+
+    # Each resumes what the other wrote, and Megatron's also its own.
+    from_theirs, from_own, again = critic_of(case, None, 9), critic_of(case, mesh, 9), critic_of(case, mesh, 9)
+    saved = {name: RunDir(out / case / name) for name in ("own", "theirs")}
+    ranks = os.environ.pop("WORLD_SIZE")
+    if mesh.is_lead:
+        save_critic(saved["own"], own)
+    os.environ["WORLD_SIZE"] = ranks
+    save_critic(saved["theirs"], theirs)
+    mesh.barrier()
+    for name, critics in {"theirs": (from_theirs, again), "own": (from_own,)}.items():
+        for each in critics:
+            each.load_state(SavedState(saved[name].checkpoint(2) / "critic", advice=""))
+    own.train(mbs, 3)
+    from_theirs.train(mbs, 3)
+    for each in (theirs, from_own, again):
+        each.train(mine, 3)
+    found["resumed"] = max(
+        largest(from_own.network.weights.all_slices(), critic_weights(own)),
+        largest(theirs.network.weights.all_slices(), critic_weights(from_theirs)),
+    )
+    states = [each.network.state() for each in (theirs, again)]
+    is_same = all(torch.equal(part.tensor, states[1][name].tensor) for name, part in states[0].items())
+    found["again"] = float(is_same and states[0].keys() == states[1].keys())
+    of_ranks = gather(found)
+    return {key: (min if key == "again" else max)(each[key] for each in of_ranks) for key in found}
+
+
+def critic_weights(critic: Critic) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in critic.module.named_parameters()}
+
+
+def save_critic(run: RunDir, critic: Critic) -> None:
+    """Write the part of a checkpoint that a critic on ranks of its own writes, and wait for it."""
+    Saver(run, is_async=False, on_written=lambda step: None, part="critic").save(critic)
 
 
 def gather(value: Any) -> list[Any]:
@@ -313,7 +359,7 @@ def run_rank(case: str, rank: int, size: int, out: Path) -> None:
         torch.cuda.set_device(device())
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=DEADLINE)
-    kinds = {"critic": run_critic, "saved": partial(run_saved, out=out)}
+    kinds = {"critic": partial(run_critic, out=out), "saved": partial(run_saved, out=out)}
     found = next((kinds[word] for word in case.split("-") if word in kinds), partial(run_case, out=out))(case)
     if rank == 0:
         (out / f"{case}.json").write_text(json.dumps(found))

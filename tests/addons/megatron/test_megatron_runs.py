@@ -14,6 +14,7 @@ from test_megatron_network import ON_CPU, find_python, needs_megatron
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
 
+from ports import free_ports
 from runs import DEADLINE_S, Ended, merged, rl, start_rl, until, untrained_model, wait
 
 from stretto.base.paths import RunDir
@@ -56,6 +57,60 @@ def staged(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def unbroken(staged: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return rl(tmp_path_factory.mktemp("unbroken"), staged)
+
+
+PPO: dict[str, Any] = {
+    "max_steps": 6,
+    "seq_len": 256,
+    "ckpt": {"interval": 3, "weights": {"interval": 6}},
+    "orchestrator": {
+        "batch_size": 32,
+        "group_size": 1,
+        "max_async_level": 0,
+        "algo": {"type": "ppo"},
+        "train": {"sampling": {"max_completion_tokens": 6}},
+        "env": [{"id": "envs:Vowels"}],
+    },
+    "trainer": {
+        "optim": {"lr": 1e-2, "eps": 1e-4},
+        "loss": {"type": "ppo", "use_rollout_logprobs": False},
+        "advantages": {"type": "gae", "lambd": 0.9, "kl_coef": 0.01},
+        "critic": {"lr": 1e-2, "lr_warmup_steps": 2, "num_critic_only_steps": 1},
+        "updates_per_step": 2,
+    },
+}
+
+
+def test_ppo_with_two_stages_is_that_of_our_own_trainer_with_a_critic_beside_the_policy_or_apart(
+    settings, staged, tmp_path: Path
+) -> None:
+    trainer = {key: staged["trainer"][key] for key in ("backend", "interpreter", "megatron")}
+    own = merged(PPO, {"model": settings["model"]})
+    theirs = merged(own, {"trainer": trainer, "orchestrator": {"num_train_workers": 1}})
+    apart = {"trainer": {"critic": {"placement": {"port": free_ports(1)[0]}}}}
+    runs = {}
+    for name, given in {"own": own, "beside": theirs, "apart": merged(theirs, apart)}.items():
+        (tmp_path / name).mkdir()
+        runs[name] = rl(tmp_path / name, given)
+    for name in ("beside", "apart"):
+        for column in ("reward/mean", "critic/value_loss", "critic/grad_norm", "critic/return/mean", "loss/mean"):
+            wanted = runs["own"].column(column)
+            assert runs[name].column(column) == pytest.approx(wanted, rel=1e-3, abs=1e-4), (name, column)
+            assert len(wanted) >= 5, column
+        assert audit(runs[name].run) == []
+    assert (runs["apart"].run.checkpoint(3) / "critic" / "state.json").exists()
+    assert critic_files(runs["apart"]) == critic_files(runs["beside"])
+    again = {"trainer": {"critic": {"placement": {"port": free_ports(1)[0]}}}}
+    (tmp_path / "rest").mkdir()
+    checkpoint = str(runs["apart"].run.checkpoint(3))
+    rest = rl(tmp_path / "rest", merged(theirs, again), "--resume.dir", checkpoint)
+    assert critic_files(rest) == critic_files(runs["apart"])
+
+
+def critic_files(ended: Ended) -> dict[str, bytes]:
+    folders = ended.run.critic / "step_6", ended.run.weights_step(6)
+    return {f"{folder}/{path.name}".removeprefix(str(ended.run)): path.read_bytes()
+            for folder in folders for path in folder.glob("*.safetensors")}  # fmt: skip
 
 
 def shards(ended: Ended) -> dict[str, bytes]:

@@ -57,6 +57,24 @@ MEGATRON = """
 """
 
 
+PPO = """
+--num-rollout 5 --advantage-estimator ppo --critic-lr 1e-2 --num-critic-only-steps 1 --value-clip 0.2 --lambd 0.9
+--lr 1e-2 --adam-eps 1e-4
+"""
+needs_another_python = pytest.mark.skipif(
+    find_python() in (None, sys.executable), reason="needs Megatron-Core in a Python beside this one: make megatron"
+)
+
+
+def put_files(directory: Path) -> str:
+    """A model and tasks, and a Python that has Megatron-Core beside it; the Python."""
+    untrained_model(directory, num_layers=2)
+    (directory / "own.py").write_text(CODE)
+    rows = [{"prompt": [{"role": "user", "content": f"say {word}"}]} for word in ("a", "be", "cab", "deaf")]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return environment_beside(directory / "env", find_python() or "")
+
+
 def environment_beside(directory: Path, megatron: str) -> str:
     """A Python with the packages of this one, and Megatron-Core beside it where `make megatron` puts it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
@@ -80,14 +98,9 @@ def rewards(python: str, cwd: Path, name: str, more: str = "") -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_python() is None, reason="Megatron-Core is not installed: make megatron")
-@pytest.mark.skipif(find_python() == sys.executable, reason="this Python has Megatron-Core itself")
+@needs_another_python
 def test_a_run_by_vimes_flags_with_two_stages_learns_as_the_own_trainer_does(tmp_path):
-    untrained_model(tmp_path, num_layers=2)
-    (tmp_path / "own.py").write_text(CODE)
-    rows = [{"prompt": [{"role": "user", "content": f"say {word}"}]} for word in ("a", "be", "cab", "deaf")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    python = environment_beside(tmp_path / "env", find_python())
+    python = put_files(tmp_path)
     found = rewards(python, tmp_path, "megatron", MEGATRON)
     own = rewards(python, tmp_path, "own")
     assert len(found) == 12 and found[:4] == pytest.approx(own[:4], abs=0.02)
@@ -98,3 +111,16 @@ def test_a_run_by_vimes_flags_with_two_stages_learns_as_the_own_trainer_does(tmp
         said += ["log_prob megatron.DistributedDataParallel", step.format(rollout, 0), step.format(rollout, 1)]
     for rank in range(2):
         assert (tmp_path / f"hooks_{rank}.txt").read_text().splitlines() == said
+
+
+@pytest.mark.slow
+@needs_another_python
+def test_the_critic_of_vimes_ppo_is_trained_by_megatron_too(tmp_path):
+    python = put_files(tmp_path)
+    stages = "--train-backend megatron --pipeline-model-parallel-size 2"
+    found = rewards(python, tmp_path, "megatron", PPO + stages)
+    assert found == pytest.approx(rewards(python, tmp_path, "own", PPO), abs=1e-3) and len(found) == 5
+    run = RunDir(tmp_path / "runs" / "megatron")
+    processes = {spec["name"] for spec in json.loads(run.plan.read_text())["processes"]}
+    assert {"trainer_0", "trainer_1", "critic_0", "critic_1"} <= processes
+    assert len(list((run.checkpoint(5) / "critic").glob("*"))) > 1

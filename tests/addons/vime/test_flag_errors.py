@@ -69,6 +69,9 @@ WRONG = {
         ["--decoder-last-pipeline-num-layers 2 needs --pipeline-model-parallel-size"]),
     "ranks of stages": ("--train-backend megatron --pipeline-model-parallel-size 3",
         ["4: --pipeline-model-parallel-size 3 times", "must divide the GPUs of the actor"]),
+    "a critic's ranks of stages": ("--train-backend megatron --advantage-estimator ppo --critic-num-gpus-per-node 2 "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        ["--critic-num-gpus-per-node 2: --pipeline-model-parallel-size 2 times", "must divide the GPUs of the critic"]),
     "layers of virtual stages": ("--train-backend megatron --pipeline-model-parallel-size 2 "
         "--num-layers-per-virtual-pipeline-stage 5",
         ["--num-layers-per-virtual-pipeline-stage 5: the 36 layers of this model in 2 stages"]),

@@ -266,13 +266,38 @@ def test_where_there_is_no_megatron_core_the_own_trainer_trains(tmp_path, monkey
     [
         ("--lora-rank 0", None),
         ("--lora-rank 8", "--lora-rank 8 is of its own"),
-        ("--advantage-estimator ppo", "--advantage-estimator ppo trains a critic on ranks of its own"),
+        ("--advantage-estimator ppo", None),
+        ("--advantage-estimator ppo --critic-num-gpus-per-node 2", None),
     ],
 )
 def test_a_flag_that_megatron_does_not_have_gives_the_run_to_the_own_trainer(files, words, said):
     command = read(files, f"--train-backend megatron {words}")
     assert command.config.trainer.backend == ("megatron" if said is None else "fsdp")
     assert any(said in note for note in command.notes) if said else not any("own trainer" in n for n in command.notes)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("lr: 1e-5", None),
+        ("clip_grad: 0.5", None),
+        ("optimizer: sgd", "is of its own"),
+        ("recompute_granularity: full", "Megatron's arguments are those of actor and critic"),
+    ],
+)
+def test_a_critic_that_megatron_does_not_train_gives_the_run_to_the_own_trainer(files, override, said):
+    roles = files / "roles.yaml"
+    roles.write_text(f"megatron:\n  - {{name: default, role: critic, overrides: {{{override}}}}}\n")
+    stages = "--train-backend megatron --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    command = read(files, f"{stages} --advantage-estimator ppo --megatron-config-path {roles}")
+    cfg = command.config
+    assert cfg.trainer.backend == ("megatron" if said is None else "fsdp")
+    assert (cfg.num_train_ranks, cfg.num_critic_ranks) == (4, 4)
+    if said is None:
+        assert cfg.critic_placement.num_workers == 1 and not any("own trainer" in each for each in command.notes)
+    else:
+        key = override.partition(":")[0]
+        assert any(f"{key}: " in note and said in note for note in command.notes), command.notes
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,43 @@ def test_the_reference_and_the_critic_must_fit_the_mesh_too(tmp_path):
             check_shape(rl(tmp_path, trainer | {"megatron": {"pp": 2}}, **more))
 
 
+def of_ppo(critic: dict, **more) -> dict:
+    return {"advantages": {"type": "gae"}, "critic": critic, "megatron": {"pp": 2} | more}
+
+
+@needs("megatron")
+def test_a_critic_on_ranks_of_its_own_has_the_stages_of_the_policy(tmp_path):
+    ppo = {"orchestrator": {"algo": {"type": "ppo"}, "num_train_workers": 2}}
+    cfg = rl(tmp_path, of_ppo({"placement": {}}), model={"tp": 2}, **ppo)
+    assert cfg.num_train_ranks == 8 and cfg.num_critic_ranks == 4
+    roles = [spec.role for spec in plan(cfg, cfg.run_dir).processes]
+    assert roles.count("critic") == 4 and roles.count("trainer") == 8
+    gpus = {"num_train_gpus": 8, "num_critic_gpus": 4}
+    cfg = rl(tmp_path, of_ppo({}), orchestrator={"algo": {"type": "ppo"}}, deployment=gpus)
+    assert cfg.critic_placement.num_workers == 2 and cfg.num_critic_ranks == 4
+    with pytest.raises(ConfigError, match=r"give 2 \(num_workers x model.cp x model.tp x trainer.megatron.pp\)"):
+        critic = {"placement": {"num_workers": 1}}
+        rl(tmp_path, of_ppo(critic), orchestrator={"algo": {"type": "ppo"}}, deployment=gpus)
+    shape = {"hidden_size": 32, "num_layers": 2, "num_experts": 4}
+    hub.save_hf(hub.random_model(ScratchSection(family="qwen3_moe", **shape), 50), tmp_path)
+    check_shape(rl(tmp_path, of_ppo({"placement": {"num_workers": 2}}), model={"ep": 2}, **ppo))
+    with pytest.raises(ConfigError, match=r"of the ranks in trainer.critic.placement\] ep = 2 must divide"):
+        check_shape(rl(tmp_path, of_ppo({"placement": {}}), model={"ep": 2}, **ppo))
+
+
+@needs("megatron")
+def test_what_a_critic_computes_again_is_checked_too(tmp_path):
+    hub.save_hf(hub.random_model(ScratchSection(family="qwen3", num_layers=2), 50), tmp_path)
+    ppo = {"orchestrator": {"algo": {"type": "ppo"}}}
+    selective = {"mode": "selective", "targets": ["attn_proj"]}
+    with pytest.raises(ConfigError, match=r"^\[trainer.critic.ac\] targets has attn_proj, and Megatron computes norm"):
+        check_shape(rl(tmp_path, of_ppo({"ac": selective}), **ppo))
+    check_shape(rl(tmp_path, of_ppo({"ac": {"group_size": 2}}), **ppo))
+    both = of_ppo({"ac": {"group_size": 2}}, overrides={"recompute_granularity": "full"})
+    with pytest.raises(ConfigError, match=r"with trainer.megatron.overrides.recompute_granularity: arguments of Mega"):
+        rl(tmp_path, both, **ppo)
+
+
 @needs("megatron")
 @pytest.mark.parametrize(
     ("found", "said"),

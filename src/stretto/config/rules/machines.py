@@ -377,7 +377,8 @@ def critic(c: RLConfig, at: At) -> Problems:
     gpus = len(ids.held) if ids.held else number.held
     if gpus and gpus != c.num_critic_ranks:
         key = ids if ids.held else number
-        way = f"give {c.num_critic_ranks} (num_workers x model.cp x model.tp), or leave num_workers out"
+        stages = " x trainer.megatron.pp" if c.trainer.megatron is not None else ""
+        way = f"give {c.num_critic_ranks} (num_workers x model.cp x model.tp{stages}), or leave num_workers out"
         yield Problem((workers, key), f"{workers} but {key.path} gives {gpus} GPUs; {way}")
     for other in (at("trainer_gpu_ids"), at("inference_gpu_ids")):
         if shared := sorted({*(ids.held or ())} & {*(other.held or ())}):

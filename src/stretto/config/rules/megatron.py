@@ -29,7 +29,6 @@ REFUSED = {
     "model.shared_prefixes": "Megatron computes each document whole; leave it out",
     "enable_router_replay": OWN,
     "hooks.model": OWN,
-    "critic.placement": "a critic of Megatron is on the policy's ranks; leave it out",
     "weight_broadcast.engine_model": "versions of weights in 8 bits are made by our own modules; leave it out",
 }
 """Keys that must have their defaults with trainer.backend = "megatron", and why."""
@@ -49,6 +48,12 @@ def network(s: TrainerSection, at: At) -> Problems:
     if s.critic is not None and s.critic.optim is not None and s.critic.optim.type != "adamw":
         own = at("critic.optim.type")
         yield Problem(own, f'{own} with {backend}: its optimizer is AdamW; use type = "adamw"')
+    if s.critic is not None and s.critic.ac is not None and s.megatron is not None:
+        own = at("critic.ac")
+        for name in filter(lambda each: each.startswith("recompute_"), s.megatron.overrides):
+            given = at(f"megatron.overrides.{name}")
+            rule = "arguments of Megatron's come last, for policy and critic; leave one of them out"
+            yield Problem((own, given), f"[{own.path}] with {given.path}: {rule}")
 
 
 def section_in_use(s: TrainerKeys, at: At) -> Problems:

@@ -131,7 +131,8 @@ class CriticPlacement(Section):
     """Present: the critic has ranks of its own, processes `critic` beside the policy's."""
 
     num_workers: int = Field(1, gt=0)
-    """Its data-parallel ranks, each cp x tp processes as the policy's are; they divide the policy's number."""
+    """Its data-parallel ranks, each cp x tp processes (with Megatron of each stage) as the policy's are; they divide
+    the policy's number."""
     host: str = "127.0.0.1"
     """Address of the policy's first rank, where both meet; over several machines the first node's."""
     port: int = Field(29600, ge=1, le=65535)

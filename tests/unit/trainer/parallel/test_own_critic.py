@@ -180,4 +180,7 @@ def test_every_rank_of_the_policy_has_one_of_the_critics():
     assert [roles.policies_of(rank) for rank in range(2)] == [[0, 2], [1, 3]]
     names = [roles.name(index) for index in range(6)]
     assert names == ["trainer_0", "trainer_2", "trainer_4", "trainer_6", "critic_0", "critic_2"]
+    staged = Roles(2, 1, 2, num_stages=2)
+    assert [staged.name(index) for index in range(3)] == ["trainer_0", "trainer_2", "critic_0"]
+    assert Roles(1, 1, 1, num_stages=2).name(1) == "critic_0"
     assert Roles(1, 1, 1).name(0) == "trainer" and Roles(1, 1, 1).name(1) == "critic"
