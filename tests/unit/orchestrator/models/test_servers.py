@@ -173,7 +173,7 @@ def test_every_server_that_is_not_started_by_the_run_is_asked_once() -> None:
 
 
 def test_eval_asks_its_engines_and_models() -> None:
-    words = ["--client.base_url", "http://a:1/v1", "--models.judge.base_url", "https://j/v1", "--env.0.id", "x"]
+    words = ["--client.base_url", "http://a:1/v1", "--models.judge.base_url", "https://j/v1", "--eval.env.0.id", "x"]
     cfg = load(EvalConfig, words)
     found = [server.key for server in servers_of(cfg, has_engine=False, started=())]
     assert found == ["client.base_url", "models.judge.base_url"]
@@ -188,5 +188,5 @@ def test_eval_asks_its_engines_and_models() -> None:
     ],
 )
 def test_engines_are_asked_where_the_run_asks_them(api: str, address: str, asked: str) -> None:
-    cfg = load(EvalConfig, ["--client.base_url", address, "--client.api", api, "--env.0.id", "x"])
+    cfg = load(EvalConfig, ["--client.base_url", address, "--client.api", api, "--eval.env.0.id", "x"])
     assert [server.url for server in servers_of(cfg, has_engine=False, started=())] == [asked]
