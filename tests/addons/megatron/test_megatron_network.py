@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -58,10 +60,19 @@ def measured(cases: tuple[str, ...]) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         words = [find_python() or "", str(RUNS), folder, *cases]
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ON_CPU), os.environ["PYTHONPATH"]])}
-        ran = subprocess.run(words, capture_output=True, text=True, env=env, timeout=60 + 60 * len(cases))
+        # What Megatron-Core saves with leaves processes, which would keep a pipe open: a file, and an end to all.
+        with (log := Path(folder) / "log").open("w") as out:
+            ran = subprocess.Popen(words, stdout=out, stderr=out, env=env, start_new_session=True)
+            try:
+                ran.wait(timeout=60 + 60 * len(cases))
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(ran.pid, signal.SIGKILL)
+                ran.wait()
+        output = log.read_text()
         files = {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
     missing = [case for case in cases if case not in files]
-    assert not missing, f"{missing} did not end well: {(ran.stdout + ran.stderr)[-4000:]}"
+    assert not missing, f"{missing} did not end well: {output[-4000:]}"
     return files
 
 
