@@ -59,8 +59,9 @@ def measured(cases: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """What megatron_runs.py writes of each case; the end of its output as an error if one is missing."""
     with tempfile.TemporaryDirectory() as folder:
         words = [find_python() or "", str(RUNS), folder, *cases]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ON_CPU), os.environ["PYTHONPATH"]])}
+        path = os.pathsep.join([str(ON_CPU), os.environ["PYTHONPATH"]])
         # What Megatron-Core saves with leaves processes, which would keep a pipe open: a file, and an end to all.
+        env = os.environ | {"PYTHONPATH": path, "TMPDIR": folder}
         with (log := Path(folder) / "log").open("w") as out:
             ran = subprocess.Popen(words, stdout=out, stderr=out, env=env, start_new_session=True)
             try:
