@@ -6,8 +6,10 @@ None of them records calls to be asserted on; tests check the results of the cod
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -352,3 +354,20 @@ def manifest(version: int) -> WeightManifest:
     return WeightManifest(
         version=version, transport="filesystem", location="nowhere", shards=(), tensors=(), checksum=0
     )
+
+
+class AgingTrainer(FakeTrainer):
+    """Tokens lose `decay` of their worth with each version of age, as the effective sample size says."""
+
+    def __init__(self, decay: float, **settings) -> None:
+        super().__init__(**settings)
+        self.decay, self.worth = decay, []  # seconds, and effective tokens, of each step
+
+    def _emit(self, message) -> None:
+        if isinstance(metrics := getattr(message, "metrics", None), dict) and "loss/mean" in metrics:
+            rows = [row for batch in self.batches[-1] for row in batch.micro_batches]
+            ages = [message.step - 1 - version for row in rows for version in row.first_versions]
+            metrics["ess/tokens"] = fmean(math.exp(-self.decay * age) for age in ages)
+            tokens = sum(int(row.loss_mask.sum()) for row in rows)
+            self.worth.append((asyncio.get_running_loop().time(), tokens * metrics["ess/tokens"]))
+        super()._emit(message)

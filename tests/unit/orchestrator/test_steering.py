@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import random
 from itertools import accumulate, pairwise
-from statistics import fmean
 
 import pytest
-from fakes import FakeEngine, FakeTrainer, parrot
+from fakes import AgingTrainer, FakeEngine, parrot
 from orchestrator_runs import config, train
 
 from stretto.base.errors import ConfigError
@@ -20,23 +17,6 @@ from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 from stretto.orchestrator.run.steering import Steering, ladder
-
-
-class AgingTrainer(FakeTrainer):
-    """Tokens lose `decay` of their worth with each version of age, as the effective sample size says."""
-
-    def __init__(self, decay: float, **settings) -> None:
-        super().__init__(**settings)
-        self.decay, self.worth = decay, []  # seconds, and effective tokens, of each step
-
-    def _emit(self, message) -> None:
-        if isinstance(metrics := getattr(message, "metrics", None), dict) and "loss/mean" in metrics:
-            rows = [row for batch in self.batches[-1] for row in batch.micro_batches]
-            ages = [message.step - 1 - version for row in rows for version in row.first_versions]
-            metrics["ess/tokens"] = fmean(math.exp(-self.decay * age) for age in ages)
-            tokens = sum(int(row.loss_mask.sum()) for row in rows)
-            self.worth.append((asyncio.get_running_loop().time(), tokens * metrics["ess/tokens"]))
-        super()._emit(message)
 
 
 def run(path, seed, level, steering=None, *, median, sigma, train_s, decay, steps=200, **settings):

@@ -23,6 +23,8 @@ from stretto.base import aio
 
 SOURCE = Path(stretto.__file__).parent
 MAX_CHANGES = 120
+OF_TESTS = ("virtual_clock.py", "monitors/catalog.py")
+"""Files that only tests enter: the clock, and the list of metrics that conftest.py compares with."""
 
 
 def entered_functions(path: Path) -> list[tuple[str, str]]:
@@ -33,7 +35,7 @@ def entered_functions(path: Path) -> list[tuple[str, str]]:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(f"{SOURCE}/") or code.co_qualname.endswith(">"):
             return
-        if (file := code.co_filename.removeprefix(f"{SOURCE}/")) != "virtual_clock.py":
+        if (file := code.co_filename.removeprefix(f"{SOURCE}/")) not in OF_TESTS:
             entered.append((file, code.co_qualname))
 
     async def run_under_watch(run, *args) -> None:
@@ -56,10 +58,10 @@ def changes_of(entered: list[tuple[str, str]]) -> Counter[str]:
     return Counter(f"{a} -> {b}" for (a, _), (b, _) in pairwise(entered) if a != b)
 
 
-def test_one_step_changes_the_file_at_most_120_times(tmp_path, monkeypatch):
+def test_one_step_changes_the_file_fewer_than_120_times(tmp_path, monkeypatch):
     monkeypatch.setattr(aio, "SLICE_S", math.inf)  # a busy machine would cut work into more slices
     entered = entered_functions(tmp_path)
     changes = changes_of(entered)
     most = ", ".join(f"{count} {change}" for change, count in changes.most_common(10))
-    assert changes.total() <= MAX_CHANGES, f"{changes.total()} changes of file; most often {most}"
+    assert changes.total() < MAX_CHANGES, f"{changes.total()} changes of file; most often {most}"
     assert ("orchestrator/groups/buffer.py", "Buffer.complete") in entered, "the group was played under watch"

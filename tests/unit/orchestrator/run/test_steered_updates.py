@@ -6,11 +6,10 @@ import asyncio
 import math
 import random
 from itertools import accumulate, pairwise
-from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
-from fakes import CharRenderer, FakeEngine, FakeTrainer, parrot
+from fakes import AgingTrainer, CharRenderer, FakeEngine, parrot
 from orchestrator_runs import config, run_once, train
 
 from stretto.base.errors import ConfigError
@@ -56,23 +55,6 @@ class StandingEngine(FakeEngine):
             self._is_running.set()
         else:
             self.version = manifest.version
-
-
-class AgingTrainer(FakeTrainer):
-    """Tokens lose `decay` of their worth with each version of age, as the effective sample size says."""
-
-    def __init__(self, decay: float, **settings) -> None:
-        super().__init__(**settings)
-        self.decay, self.worth = decay, []  # seconds, and effective tokens, of each step
-
-    def _emit(self, message) -> None:
-        if isinstance(metrics := getattr(message, "metrics", None), dict) and "loss/mean" in metrics:
-            rows = [row for batch in self.batches[-1] for row in batch.micro_batches]
-            ages = [message.step - 1 - version for row in rows for version in row.first_versions]
-            metrics["ess/tokens"] = fmean(math.exp(-self.decay * age) for age in ages)
-            tokens = sum(int(row.loss_mask.sum()) for row in rows)
-            self.worth.append((asyncio.get_running_loop().time(), tokens * metrics["ess/tokens"]))
-        super()._emit(message)
 
 
 def ends(path, seed, level, interval=1, steering=None, *, play_s, train_s, publish_s, load_s, decay, start=0, **more):
