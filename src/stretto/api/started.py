@@ -51,17 +51,21 @@ class Started:
         self._following = threading.Lock()
         reader, writer = os.pipe() if has_status else (-1, -1)
         status = {STATUS_FD_VAR: str(writer)} if has_status else {}
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "stretto.api.child", verb, *words],
-            stdin=subprocess.PIPE,  # its end tells the verb that this process is gone
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            process_group=0,
-            pass_fds=(writer,) if has_status else (),
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | status,
-        )
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it has started (child.py)
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "stretto.api.child", verb, *words],
+                stdin=subprocess.PIPE,  # its end tells the verb that this process is gone
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                process_group=0,
+                pass_fds=(writer,) if has_status else (),
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | status,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if has_status:
             os.close(writer)
             threading.Thread(target=self._read_status, args=(reader,), name=f"status {verb}", daemon=True).start()

@@ -29,6 +29,15 @@ def test_an_interrupt_while_the_run_is_drawn_stops_it_and_is_no_error() -> None:
     started.check()
 
 
+def test_an_interrupt_while_the_interpreter_starts_is_no_error() -> None:
+    for delay in (0.0, 0.004, 0.008, 0.012, 0.016):
+        started = Started("rl", ["--help", "all"])
+        time.sleep(delay)
+        started.interrupt()
+        assert started.follow(lambda line: None, lambda: None, time.monotonic() + 60)
+        started.check()
+
+
 def test_an_interrupt_before_a_run_that_is_not_waited_for_has_its_directory_ends_it(
     tmp_path: Path, monkeypatch
 ) -> None:
