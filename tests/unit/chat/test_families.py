@@ -115,9 +115,11 @@ class Script:
             message["tool_calls"] = [{"type": "function", "id": "functions.lookup:0", "function": call}]
             if self.renderer.name == "llama-3":  # its template shows a call alone
                 message["content"] = ""
-        conversation = [{"role": "user", "content": "go"}, message]
         tools = described(self.renderer.name, Toolset([lookup]))
-        rendered = self.renderer.render_sft(conversation, LossMaskSection(), tools)
+        rendered = self.renderer.render_sft([QUESTION, message], LossMaskSection(), tools)
+        if rendered.num_left_out:  # a family that shows no thoughts
+            message.pop("reasoning_content")
+            rendered = self.renderer.render_sft([QUESTION, message], LossMaskSection(), tools)
         [(ids, mask, _)] = rendered.examples
         reply = ids[mask].tolist()
         return reply if reply[-1] in self.renderer.stop_ids else [*reply, self.renderer.stop_ids[0]]

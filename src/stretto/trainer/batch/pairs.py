@@ -23,7 +23,7 @@ from stretto.chat.render import Renderer
 from stretto.chat.tokenizer import END_OF_TEXT, Tokenizer
 from stretto.config.sections.sft import LossMaskSection, PreferenceData
 from stretto.data.image_columns import with_images
-from stretto.data.messages import parse_messages, parse_tools
+from stretto.data.messages import parse_messages, parse_tools, refuse_unread
 from stretto.data.records import read_records
 from stretto.records.images import Image
 from stretto.records.row_packing import pack_rows
@@ -159,6 +159,8 @@ def parse_pair(record: Any, data: PreferenceData, where: str) -> PairRow:
         messages, replies = replies[0][:start], tuple(each[start:] for each in replies)
     else:
         messages = parse_messages(prompt, data.prompt_key, where, role_of_text="user")
+    read = (data.prompt_key, data.chosen_key, data.rejected_key, data.tool_key, data.margin_key)
+    refuse_unread(record, messages, read, where)
     shown = with_images([*messages], record, where)
     return PairRow(where, shown, (replies[0], replies[1]), tools, margin, is_cut)
 

@@ -164,6 +164,12 @@ def test_a_wrong_row_is_refused_with_its_place(record, keys, said):
         parse_pair(record, data(**keys), "f:1")
 
 
+def test_a_system_prompt_beside_the_prompt_of_a_pair_is_refused():
+    record = {"system": "Be brief.", "question": "ba?", "chosen": "ab", "rejected": "ba"}
+    with pytest.raises(DataError, match=r"f:1: 'system' beside the conversation would not reach the model"):
+        parse_pair(record, data(prompt_key="question"), "f:1")
+
+
 def write_pairs(path, count=24):
     """Sorted letters are better than others."""
     rng = np.random.default_rng(5)
