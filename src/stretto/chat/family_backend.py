@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.backend import Message, Parsed, Rendered, Reply, Shown
-from stretto.chat.conversations import ONE_TURN, TOOL
+from stretto.chat.conversations import CALL, CALL_ID, ONE_TURN, TOOL
 from stretto.chat.tokenizer import Tokenizer
 from stretto.chat.tool_calls import Call
 from stretto.config.sections.model import RendererSection
@@ -78,6 +79,10 @@ class FamilyBackend:
         num_tokens = len(backend.render_ids(question))
         # Tokens before every reply: the role header and, with thinking off, an empty thought.
         self._reply_prefix = backend.render_ids(question, add_generation_prompt=True)[num_tokens:]
+        self._shows_ids = False
+        called = [*ONE_TURN, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+        shown = self._attempt(called, None) or ""
+        self._shows_ids = CALL_ID in shown and CALL["function"]["name"] not in shown
         plain, with_tools = self._attempt(ONE_TURN, None), self._attempt(ONE_TURN, [TOOL])
         self._shown = Shown(f"the renderer of the family {family}", tools=plain != with_tools, write=self._attempt)
 
@@ -90,6 +95,7 @@ class FamilyBackend:
         has_owners: bool = False,
     ) -> Rendered:
         self._shown.check(messages, tools)
+        messages = self._identified(messages)
         arguments = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         with self._refusals():
             if not has_owners:
@@ -109,6 +115,7 @@ class FamilyBackend:
         if not any(message["role"] == "assistant" for message in messages):
             past = [m if isinstance(m.get("content"), str) else m | {"content": _PAST} for m in history]
             self._shown.check([*past, *messages], tools, first=len(past))
+        messages = self._identified([*history, *messages])[len(history) :]
         before = _as_list(prompt_ids), _as_list(completion_ids)
         found = self._backend.bridge_to_next_turn(*before, list(messages), tools=tools)
         if found is None:
@@ -117,6 +124,7 @@ class FamilyBackend:
 
     def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
         self._shown.check(history, tools)
+        *history, reply = self._identified([*history, reply])
         backends = (self._backend,) if self._with_thoughts is None else (self._backend, self._with_thoughts)
         for backend in backends:
             found = self._sampled(backend, history, reply, tools)
@@ -155,6 +163,31 @@ class FamilyBackend:
         )
         return from_library(parsed)
 
+    def _identified(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with ids of calls that name the function, where a family shows the id in the place of the name.
+
+        Ids that do stay, such as those that the policy has sampled; a result gets the id of its call.
+        """
+        if not self._shows_ids:
+            return list(messages)
+        numbers = itertools.count()
+        known: dict[Any, str] = {}
+        waiting: list[str] = []
+        found: list[Message] = []
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                named = [_with_id(call, next(numbers)) for call in calls]
+                waiting = [call["id"] for call in named]
+                known |= {call["id"]: new["id"] for call, new in zip(calls, named) if call.get("id")}
+                message = message | {"tool_calls": named}
+            elif message["role"] == "tool" and waiting:
+                asked = known.get(message.get("tool_call_id"))
+                found_id = asked if asked in waiting else waiting[0]
+                waiting.remove(found_id)
+                message = message | {"tool_call_id": found_id}
+            found.append(message)
+        return found
+
     def _attempt(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str | None:
         """A conversation as text; None if the library refuses it."""
         try:
@@ -184,6 +217,12 @@ class FamilyBackend:
         return Rendered(ids, [owner if text else -1 for owner, text in zip(owners, is_text)])
 
 
+def _with_id(call: Message, number: int) -> Message:
+    """The call with an id as Kimi K2 samples it, functions.NAME:NUMBER, if its own does not name the function."""
+    name, own = call["function"]["name"], call.get("id")
+    return call if own and name in own else call | {"id": f"functions.{name}:{number}"}
+
+
 def _as_list(token_ids: Sequence[int]) -> list[int]:
     return token_ids if isinstance(token_ids, list) else list(token_ids)
 
@@ -191,7 +230,7 @@ def _as_list(token_ids: Sequence[int]) -> list[int]:
 def from_library(parsed: Any) -> Parsed:
     """A reply that the library has parsed."""
     calls = [
-        Call(call.raw, call.name, call.arguments) if call.status == "ok" else Call(call.raw)
+        Call(call.raw, call.name, call.arguments, call.id) if call.status == "ok" else Call(call.raw)
         for call in parsed.tool_calls
     ]
     return Parsed(parsed.content, parsed.reasoning_content, calls)

@@ -22,6 +22,8 @@ class Call:
     raw: str
     name: str | None = None
     arguments: Any = None
+    id: str | None = None
+    """What the policy called the call, in formats where it does (Kimi K2); the result names it."""
 
 
 Parsed = tuple[str, list[Call]]

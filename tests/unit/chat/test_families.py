@@ -268,6 +268,39 @@ def test_a_thought_is_trained_or_its_reply_is_left_out_and_counted(family):
         assert WORD in renderer_of(family).decode(ids[mask])
 
 
+@pytest.mark.parametrize("family", ["kimi-k2", "kimi-k2.5"])
+@pytest.mark.parametrize("ids", [(None, None), ("call_a", "call_b"), ("functions.other:3", "functions.look_up:4")])
+def test_calls_of_kimi_name_their_function_and_results_their_call(family, ids):
+    renderer = renderer_of(family)
+    functions = ({"name": "other", "arguments": {}}, CALL["function"])
+    calls = [{"type": "function", "function": f} | ({} if i is None else {"id": i}) for f, i in zip(functions, ids)]
+    results = [
+        {"role": "tool", "content": f"r{n}", "name": f["name"]} | ({} if i is None else {"tool_call_id": i})
+        for n, (f, i) in enumerate(zip(functions, ids))
+    ]
+    row = [QUESTION, ANSWER | {"content": "", "tool_calls": calls}, *results, ANSWER]
+    rendered = renderer.render_sft(row, LossMaskSection(), Toolset([lookup]).schemas)
+    assert rendered.num_left_out == 0
+    text = renderer.decode(rendered.examples[-1].token_ids)
+    first, second = ("functions.other:3", "functions.look_up:4") if ids[0] == "functions.other:3" else (
+        "functions.other:0", "functions.look_up:1",
+    )  # fmt: skip
+    assert f"<|tool_call_begin|>{first}<" in text and f"<|tool_call_begin|>{second}<" in text
+    assert f"## Return of {first}\nr0" in text and f"## Return of {second}\nr1" in text
+
+
+def test_a_result_names_the_call_as_the_policy_has_named_it():
+    renderer, tools = renderer_of("kimi-k2"), Toolset([lookup])
+    prompt = renderer.render_prompt([QUESTION], tools.schemas)
+    call = "<|tool_calls_section_begin|><|tool_call_begin|>functions.lookup:7<|tool_call_argument_begin|>"
+    reply = renderer.encode(call + '{"key": "a"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>').tolist()
+    message = renderer.parse(reply, prompt, tools.schemas)
+    answer = asyncio.run(tools.call(message["tool_calls"][0]))
+    extended = renderer.extend(prompt, reply, [QUESTION, message], [answer], tools.schemas)
+    assert extended is not None
+    assert "## Return of functions.lookup:7\na!" in renderer.decode(extended[len(prompt) + len(reply) :])
+
+
 @pytest.mark.slow
 def test_gpt_oss_trains_each_thought_and_every_token_between_thought_and_call():
     try:
