@@ -252,11 +252,11 @@ class TemplateBackend:
     def _prepared(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in the form that this template takes."""
         numbers = itertools.count()
-        pending: list[str] = []
+        pending: list[tuple[Any, str]] = []
         return [self._prepared_one(message, numbers, pending) for message in messages]
 
-    def _prepared_one(self, message: Message, numbers: itertools.count[int], pending: list[str]) -> Message:
-        """pending: ids of calls that have no result yet."""
+    def _prepared_one(self, message: Message, numbers: itertools.count[int], pending: list[tuple[Any, str]]) -> Message:
+        """pending: calls that have no result yet, by the ids that they had and have."""
         ready = {key: value for key, value in message.items() if key != "unparsed_tool_calls"}
         content = ready.get("content")
         if isinstance(content, list) and all(is_text(part) for part in content):
@@ -266,8 +266,9 @@ class TemplateBackend:
         if calls := ready.get("tool_calls"):
             calls = [with_arguments(call, self.traits.arguments_as_text) for call in calls]
             if self.traits.call_id is not None:
-                calls = [c if c.get("id") else c | {"id": self._call_id(c, next(numbers))} for c in calls]
-                pending[:] = [call["id"] for call in calls]
+                named = [c if self._is_named(c) else c | {"id": self._call_id(c, next(numbers))} for c in calls]
+                pending[:] = [(call.get("id"), new["id"]) for call, new in zip(calls, named)]
+                calls = named
             ready["tool_calls"] = calls
             if not ready["content"]:
                 ready["content"] = self.traits.empty_content
@@ -275,8 +276,11 @@ class TemplateBackend:
             del ready["tool_calls"]
         self._name_thought(ready)
         if ready["role"] == "tool" and pending and self.traits.call_id is not None:
-            ready.setdefault("tool_call_id", pending[0])
-            pending[:] = pending[1:]
+            own = ready.get("tool_call_id")
+            answered = next((each for each in pending if each[0] == own), pending[0])
+            if own is None or own == answered[0]:
+                ready["tool_call_id"] = answered[1]
+            pending.remove(answered)
         return as_parts(ready) if self.traits.takes_parts else ready
 
     def _name_thought(self, ready: Message) -> None:
@@ -287,8 +291,17 @@ class TemplateBackend:
         if self.traits.shows_all_beside_calls or not (ready.get("tool_calls") and ready["content"]):
             ready[key] = thought
 
+    def _is_named(self, call: Message) -> bool:
+        """Whether a call has an id as the template takes it; Kimi's has the name of the function."""
+        own = call.get("id")
+        return bool(own) and (not self._ids_are_names or str(call["function"].get("name")) in str(own))
+
+    @property
+    def _ids_are_names(self) -> bool:
+        return (self.traits.call_id or "").startswith("functions.")
+
     def _call_id(self, call: Message, number: int) -> str:
-        if (self.traits.call_id or "").startswith("functions."):
+        if self._ids_are_names:
             return f"functions.{call['function']['name']}:{number}"
         return f"call{number:05d}"
 

@@ -50,6 +50,29 @@ def test_a_reply_of_two_calls_of_which_the_template_shows_one_is_left_out_and_co
     assert rendered.num_left_out == 1 and not rendered.examples
 
 
+KIMI = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}
+{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] -%}
+<|tool_call_begin|>{{ c['id'] }}<|tool_call_argument_begin|>{{ c['function']['arguments'] | tojson }}<|tool_call_end|>
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("ids", [(None, None), ("call_a", "call_b")])
+def test_ids_that_stand_for_the_name_of_a_function_are_made_of_it(ids):
+    renderer = renderer_of(KIMI, name="template")
+    names = ("other", "look_up")
+    calls = [{"type": "function", "function": {"name": n, "arguments": {}}} for n in names]
+    results = [{"role": "tool", "content": n, "name": n} for n in names]
+    if ids[0] is not None:
+        calls = [call | {"id": i} for call, i in zip(calls, ids)]
+        results = [result | {"tool_call_id": i} for result, i in zip(results, ids)][::-1]
+    text = renderer.render_text([ROW[0], {"role": "assistant", "content": "", "tool_calls": calls}, *results])
+    assert "begin|>functions.other:0<" in text and "begin|>functions.look_up:1<" in text
+    assert "Return of functions.other:0\nother" in text and "Return of functions.look_up:1\nlook_up" in text
+
+
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
 CALLED = {"role": "assistant", "content": "", "reasoning_content": "I must look.", "tool_calls": [CALL]}
