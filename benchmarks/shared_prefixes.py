@@ -20,7 +20,7 @@ import json
 import os
 import statistics
 import time
-from typing import Any, get_args
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -36,7 +36,7 @@ from stretto.records.row_packing import PrefixTree
 from stretto.records.sample import MicroBatch, TrainSample
 from stretto.trainer.learner import Learner
 
-MODES: tuple[SharedPrefixes, ...] = get_args(SharedPrefixes)
+MODES: tuple[SharedPrefixes, ...] = ("off", "prompts", "tree")
 GROUP = 8
 SHAPES: dict[str, dict[str, Any]] = {
     # widths: how many branches each turn has; tokens: how many a turn has, 20 % more or less
