@@ -346,8 +346,8 @@ class SimulatedTrainer:
 
     async def wait_registered(self, timeout_s: float | None = None) -> list[Register]:
         self._task = asyncio.create_task(self._train(), name="simulated trainer")
-        said = {"world_size": self.ranks, "shares_prefixes": self._shares_prefixes}
-        return [Register(rank=rank, **said) for rank in range(self.ranks)]
+        ranks, shares = range(self.ranks), self._shares_prefixes
+        return [Register(rank=rank, world_size=self.ranks, shares_prefixes=shares) for rank in ranks]
 
     async def next_event(self) -> Event:
         return await self._events.get()
