@@ -22,9 +22,10 @@ NEEDS = {
     "doctor": ("bench", "plan"),
     "broadcast": ("tests/wires/test_collective.py", "tests/wires/test_delta.py", "tests/wires/test_ipc.py"),
     "hubs": ("agents",),
-    "plan": ("bench",),
+    "plan": ("bench", "python"),
     "repair": ("sandbox",),
-    "review": ("view",),
+    "review": ("python", "view"),
+    "view": ("python",),
     "vime": ("megatron",),
     "vllm": ("broadcast",),
 }
@@ -60,9 +61,11 @@ sys.path[:] = [path for path in sys.path if path == {source!r} or not Path(path,
 
 
 def with_those_that_need(names: Sequence[str]) -> list[str]:
-    """The add-ons, and all that use one of them."""
+    """The add-ons, and all that use one of them, also by way of another."""
     gone = set(ADD_ONS if "all" in names else names)
-    return sorted(gone | {user for user, used in NEEDS.items() if gone & set(used)})
+    while more := {user for user, used in NEEDS.items() if gone & set(used)} - gone:
+        gone |= more
+    return sorted(gone)
 
 
 def copy_without(names: Sequence[str], into: Path, parts: Sequence[str] = (".",)) -> Path:

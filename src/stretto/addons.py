@@ -7,6 +7,7 @@ A group is a place where the core asks, a name what it asks for, and the value i
 Nothing is imported before it is asked for. In a source tree the entry points are those of its pyproject.toml; what pip
 wrote at the installation may be older. A distribution with add-ons has a name that begins with `stretto`.
 
+    stretto.names         what `stretto.NAME` is in Python
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
     stretto.options       NAME of `--NAME` of a verb with a configuration -> a module with `parse(verb, words)`, which

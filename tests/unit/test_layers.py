@@ -72,8 +72,9 @@ BELOW = {
         "models",
         "transports",
     },
-    "api": {"base", "records", "config", "ledger", "monitors", "chat", "data", "vime", "envs"},
-    "launch": {"addons", "base", "check", "families", "records", "config", "ledger", "monitors", "data", "api"},
+    "state": {"base", "ledger", "monitors"},
+    "launch": {"addons", "base", "check", "families", "records", "config", "ledger", "monitors", "data", "state"},
+    "stretto_python": {"base", "records", "config", "ledger", "monitors", "chat", "data", "state", "vime", "envs"},
     "stretto_agents": {"base", "config", "data", "envs", "records", "vime"},
     "stretto_hubs": {"base", "data", "envs", "records", "stretto_agents"},
     "stretto_trackers": {"base", "config", "monitors"},
@@ -94,7 +95,7 @@ BELOW = {
     "stretto_triton": {"models"},
     "stretto_routers": {"base", "config"},
     "stretto_megatron": {"base", "config", "families", "models", "records", "trainer"},
-    "stretto_start": {"api", "base", "config", "data", "signals"},
+    "stretto_start": {"state", "base", "config", "data", "signals"},
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
     "stretto_games": {"base", "envs", "records"},
     "stretto_sandbox": {"base", "envs", "records"},
@@ -126,9 +127,10 @@ BELOW = {
         "trainer",
         "stretto_service.wires",
     },
-    "stretto_view": {"base", "records", "config", "ledger", "monitors", "chat", "api"},
+    "stretto_view": {"base", "records", "config", "ledger", "monitors", "chat", "state", "stretto_python"},
     "stretto_review": {
-        "api",
+        "state",
+        "stretto_python",
         "base",
         "chat",
         "config",
@@ -158,7 +160,8 @@ BELOW = {
         "launch",
         "orchestrator",
         "trainer",  # batch/sft_data.py: how examples become tokens, without torch
-        "api",
+        "state",
+        "stretto_python",
         "transports",
     },
     "stretto_doctor": {
@@ -195,7 +198,7 @@ BELOW = {
     "cli": {"addons", "base", "signals", "verbs", "config"},
     "__main__": {"cli"},
     "virtual_clock": set(),
-    "__init__": {"api"},
+    "__init__": {"addons"},
 }
 """What a room of the core, or an add-on, may import of ours, besides itself."""
 
@@ -212,18 +215,18 @@ HOMES = {
         "stretto_broadcast",
         "stretto_triton",
     ),
-    # api: types, and what a model object of the user is
+    # stretto_python: types, and what a model object of the user is
     "transformers": (
         "models",
         "trainer",
         "inference",
         "stretto_megatron",
         "stretto_vllm",
-        "api/verbs.py",
-        "api/given/models.py",
+        "stretto_python/verbs.py",
+        "stretto_python/given/models.py",
     ),
     "vllm": ("stretto_vllm",),
-    "datasets": ("data/hub.py", "api/rows.py", "api/verbs.py"),
+    "datasets": ("data/hub.py", "stretto_python/rows.py", "stretto_python/verbs.py"),
     "verifiers": ("stretto_hubs/verifiers",),
     "harbor": ("stretto_hubs/other_python",),
     "nemo_gym": ("stretto_hubs/other_python",),

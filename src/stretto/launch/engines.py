@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from stretto.api.state import describe, runs_here
 from stretto.base import process
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import read_json
@@ -35,6 +34,7 @@ from stretto.config.sections.inference import KEY_VAR
 from stretto.launch.control import find_run
 from stretto.launch.queues import engine_key
 from stretto.ledger.reader import LedgerReader
+from stretto.state import describe, runs_here
 
 ENDED = ("done", "stopped", "not started")
 """States of a run that has no engines."""

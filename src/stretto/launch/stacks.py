@@ -22,11 +22,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.api.state import runs_here
 from stretto.base.errors import ConfigError
 from stretto.base.files import lock_within, write_atomic
 from stretto.config.reading.plain import PlainParser
 from stretto.launch.control import find_run, launcher_pid
+from stretto.state import runs_here
 
 SCRIPTS = ("rl", "vime", "sft", "trainer", "orchestrator", "inference", "eval")
 ANSWER_S, QUIET_S, POLL_S, LOCK_S = 3.0, 0.15, 0.05, 60.0

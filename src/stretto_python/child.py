@@ -1,4 +1,4 @@
-"""`python -m stretto.api.child VERB ...`: a verb that a script or notebook has started, and that ends with it.
+"""`python -m stretto_python.child VERB ...`: a verb that a script or notebook has started, and that ends with it.
 
 Its standard input is a pipe that the script holds and never writes into. When the script is gone, even by SIGKILL, the
 pipe ends, and the verb stops as after one Ctrl-C: it finishes its step and saves a checkpoint.

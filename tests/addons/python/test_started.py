@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.api.live import Live
-from stretto.api.started import Started
 from stretto.base.paths import RunDir
+from stretto_python.live import Live
+from stretto_python.started import Started
 
 pytestmark = pytest.mark.heavy  # starts processes
 

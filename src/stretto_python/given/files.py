@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stretto.api.given import pickled
-from stretto.api.given.models import Saved
-from stretto.api.given.records import Records, is_records
-from stretto.api.given.source import NoText, Text, importable
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
 from stretto.config.section import Section
+from stretto_python.given import pickled
+from stretto_python.given.models import Saved
+from stretto_python.given.records import Records, is_records
+from stretto_python.given.source import NoText, Text, importable
 
 HERE = "{given}/"
 """Stands for RUN/given in texts until the run's directory is known."""
@@ -30,7 +30,7 @@ _CODE = f"{HERE}code.py:"
 _DATASET = "dataset"
 _ROWS_KEYS = ("path", "eval_path")
 _RESERVED = {"opened", "functools", "rewards_of", "sys"}
-_STRETTO = Path(__file__).resolve().parents[3]
+_STRETTO = Path(__file__).resolve().parents[2]
 _HEADER = "# What a script or notebook gave to this run. Its processes import it.\n"
 
 
@@ -146,7 +146,7 @@ class Given:
         return _CODE + name
 
     def _opened(self, value: Any, key: str, name: str) -> str:
-        self.code.imports["from stretto.api.given.pickled import opened"] = None
+        self.code.imports["from stretto_python.given.pickled import opened"] = None
         self._pickles.append((name, pickled.pickled(value, key)))
         return f"{HERE}{name}"  # replaced by `write`, which knows the file
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stretto.api.progress import Display, Progress, is_notebook
-from stretto.api.started import Started
 from stretto.base.errors import StrettoError
 from stretto.base.paths import RunDir
+from stretto_python.progress import Display, Progress, is_notebook
+from stretto_python.started import Started
 
 
 class Live:

@@ -54,7 +54,7 @@ class Started:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it has started (child.py)
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "stretto.api.child", verb, *words],
+                [sys.executable, "-m", "stretto_python.child", verb, *words],
                 stdin=subprocess.PIPE,  # its end tells the verb that this process is gone
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

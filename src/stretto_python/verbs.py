@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.api.given.files import Given, placed
-from stretto.api.given.settings import Call, call_of
-from stretto.api.live import Live
-from stretto.api.rows import Rows
-from stretto.api.run import Run, read_rows
-from stretto.api.started import Started
 from stretto.base import rundir
 from stretto.base.errors import ConfigError
 from stretto.base.files import holder
 from stretto.config.load import read
 from stretto.config.root import EvalConfig, RLConfig, RunRoot, SFTConfig
+from stretto_python.given.files import Given, placed
+from stretto_python.given.settings import Call, call_of
+from stretto_python.live import Live
+from stretto_python.rows import Rows
+from stretto_python.run import Run, read_rows
+from stretto_python.started import Started
 
 if TYPE_CHECKING:
     from typing import TypeAlias

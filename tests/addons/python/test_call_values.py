@@ -12,13 +12,13 @@ import pytest
 from torch.nn import Linear
 
 import stretto
-from stretto.api.given.files import Given
-from stretto.api.given.settings import KEYS, TRL, call_of
-from stretto.api.verbs import in_python
 from stretto.base.errors import ConfigError
 from stretto.config.root import EvalConfig, RLConfig, SFTConfig
 from stretto.config.section import all_paths
 from stretto.envs.bundled.sort_letters import SortLetters
+from stretto_python.given.files import Given
+from stretto_python.given.settings import KEYS, TRL, call_of
+from stretto_python.verbs import in_python
 
 ROWS = [{"prompt": "a", "answer": "b", "level": 1}]
 LOCK = threading.Lock()

@@ -23,10 +23,6 @@ from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 
-from stretto.api.live import Live
-from stretto.api.progress import Progress
-from stretto.api.rows import LazyRows, Row, Rows
-from stretto.api.state import describe, no_run_text
 from stretto.base.errors import ConfigError, DataError, EngineError, reason_of
 from stretto.base.paths import RunDir
 from stretto.chat.patches import ImageProcessor, load_image_processor
@@ -37,6 +33,10 @@ from stretto.ledger.reader import LedgerReader
 from stretto.ledger.schema import SHOWN_STATUS
 from stretto.monitors.file import read_metrics
 from stretto.records.rollout import Branch, Rollout
+from stretto.state import describe, no_run_text
+from stretto_python.live import Live
+from stretto_python.progress import Progress
+from stretto_python.rows import LazyRows, Row, Rows
 
 T = TypeVar("T")
 
@@ -332,7 +332,7 @@ def compare(runs: Sequence[Run | Path | str]) -> Rows:
 
 def plot(runs: Sequence[Run | Path | str], *keys: str, path: Path | str | None = None) -> Any:
     """The named metrics of several runs as one matplotlib figure, a colour per run; otherwise as `Run.plot`."""
-    from stretto.api.plot import plot
+    from stretto_python.plot import plot
 
     found = [run if isinstance(run, Run) else Run(run) for run in runs]
     rows = {_label(run, found): run.metrics() for run in found}

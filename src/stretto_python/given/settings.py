@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.api.given import models, rewards
-from stretto.api.given.files import Given, as_list
-from stretto.api.given.records import LABELS, PROMPTS, columns_of, first_of
 from stretto.base.errors import ConfigError
 from stretto.config.section import Section, dotted, suggest
 from stretto.config.synonyms import keys_meant
 from stretto.data.values import describe_value
+from stretto_python.given import models, rewards
+from stretto_python.given.files import Given, as_list
+from stretto_python.given.records import LABELS, PROMPTS, columns_of, first_of
 
 Tree = dict[str, Any]
 
@@ -203,7 +203,7 @@ def _undotted(value: Any) -> Any:
 
 def _tree(verb: str, name: str, value: Any) -> Tree:
     """The tree of one keyword."""
-    from stretto.api.run import Run
+    from stretto_python.run import Run
 
     if isinstance(value, Run):
         if name != "model":
@@ -367,7 +367,7 @@ def _sum_of(functions: list[Any], weights: list[float], columns: list[str], prom
         if name in entries:
             raise ConfigError(f"reward: two are called {name}, and each has a curve of its own; rename or remove one")
         entries[name] = repr(each) if isinstance(each, str) else name
-    given.code.imports["from stretto.api.given.rewards import rewards_of"] = None
+    given.code.imports["from stretto_python.given.rewards import rewards_of"] = None
     named = ", ".join(f"{name!r}: {text}" for name, text in entries.items())
     text = f"rewards_of({{{named}}}, {weights}, {columns}, {prompt!r})"
     return given.last("reward_of_records", text, functions)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from stretto.api.given.files import Given, placed
-from stretto.api.given.pickled import opened
 from stretto.base.errors import ConfigError
 from stretto.base.foreign import load_object
+from stretto_python.given.files import Given, placed
+from stretto_python.given.pickled import opened
 
 SCRIPT = '''
 import functools
@@ -160,7 +160,7 @@ def test_another_process_imports_it_with_the_modules_of_the_script(tmp_path: Pat
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "beside.py").write_text("FACTOR = 7\ndef seven(x):\n    return FACTOR * x\n")
     (tmp_path / "scripts" / "train.py").write_text(
-        "from beside import FACTOR, seven\nfrom stretto.api.given.files import Given\nfrom pathlib import Path\n"
+        "from beside import FACTOR, seven\nfrom stretto_python.given.files import Given\nfrom pathlib import Path\n"
         "def score(completion):\n    return seven(completion) + FACTOR\n"
         "given = Given()\nprint(given.named(score, 'reward', 'score'), given.named(seven, 'reward', 'seven'))\n"
         "given.write(Path('run'), {})\n"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.api.given.rewards import check, is_for_group, rewards_of
 from stretto.base.errors import EnvError
 from stretto.vime.arguments import Arguments
 from stretto.vime.sample import Sample
+from stretto_python.given.rewards import check, is_for_group, rewards_of
 
 COLUMNS = ["prompt", "answer", "level"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stretto.api.given.records import Records, columns_of, is_records
-from stretto.api.progress import Progress
-from stretto.api.rows import LazyRows, Rows
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto_python.given.records import Records, columns_of, is_records
+from stretto_python.progress import Progress
+from stretto_python.rows import LazyRows, Rows
 
 ROWS = [{"step": 1, "ids": np.arange(2)}, {"step": 2, "loss": 0.5}]
 
