@@ -10,6 +10,7 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.names         what `stretto.NAME` is in Python
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
+    stretto.rules         section of a config -> a module with RULES, as config/rules has, for configs that have it
     stretto.options       NAME of `--NAME` of a verb with a configuration -> a module with `parse(verb, words)`, which
                           returns what is meant and the other words, and `run(cfg, meant)`
     stretto.completions   verb whose words no PlainParser reads -> function that returns the lines of its completion
@@ -54,15 +55,18 @@ Groups = dict[str, dict[str, str]]
 
 
 class ConfigVerb:
-    """A verb with a configuration. `run` and `screen` are `module:name`, and are imported when the verb is used."""
+    """A verb with a configuration. `root`, `run` and `screen` are `module:name`, imported when the verb is used."""
 
-    def __init__(self, root: str, run: str, screen: str, *, is_process: bool = True, computes: bool = False) -> None:
-        """root: the class of its config in config/root.py; run: function of the config, which returns the exit status;
+    def __init__(
+        self, root: str, run: str, screen: str, *, is_process: bool = True, computes: bool = False, common: str = ""
+    ) -> None:
+        """root: the class of its config; run: function of the config, which returns the exit status;
         screen: function of the config, which returns the text of `--dry-run`; is_process: it runs in this process
-        alone, which then ends at signals as Python does by itself; computes: it uses torch in this process.
+        alone, which then ends at signals as Python does by itself; computes: it uses torch in this process;
+        common: the keys that `--help` alone shows.
         """
         self.root, self.run, self.screen = root, run, screen
-        self.is_process, self.computes = is_process, computes
+        self.is_process, self.computes, self.common = is_process, computes, common
 
 
 def registered(group: str) -> Mapping[str, str]:

@@ -233,9 +233,9 @@ def _of_add_on(verb: str) -> ConfigVerb:
 
 def root_of(verb: str) -> type[RunRoot]:
     """The class of a verb's config."""
-    from stretto.config import root
-
-    return getattr(root, VERBS[verb][0] if verb in VERBS else _of_add_on(verb).root)
+    if verb not in VERBS:
+        return addons.object_at(_of_add_on(verb).root)
+    return addons.object_at(f"stretto.config.root:{VERBS[verb][0]}")
 
 
 def _run(verb: str, cfg: RunRoot, words: list[str]) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules
-from stretto.config.rules.slurm import placed_by_cluster
 from stretto.config.sections.deployment import RAY_HEAD, RaySection
+from stretto_clusters.placed import placed_by_cluster
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|(API_?|ACCESS_?)?KEY)(_|$)")

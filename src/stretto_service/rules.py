@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from stretto.config.root import RLConfig, ServeConfig
+from stretto.config.root import RLConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules, matching
 from stretto.config.sections.algorithm import CustomLoss
-from stretto.config.service import ServiceSection
+from stretto_service.config import ServeConfig, ServiceSection
 
 URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 OWN_TRAINER = "a run with a trainer of its own has it; leave it out, or leave [service] out"

@@ -1,4 +1,4 @@
-"""[service]: the hub of a training service, its users, and their shares."""
+"""The config of `serve`: the hub of a training service, its users and their shares, its trainer, its engines."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from pathlib import Path
 
 from pydantic import Field
 
+from stretto.config.root import GpuIds, InferenceConfig, RunRoot, short_name
 from stretto.config.section import Section
 from stretto.config.sections.algorithm import DefaultLoss, Loss
+from stretto.config.sections.inference import InferenceSection
+from stretto.config.sections.model import ModelSection, TokenizerSection
+from stretto.config.sections.monitors import LogSection
 from stretto.config.sections.trainer import RankKeys
+from stretto.config.sections.transport import ControlSection
 
 
 class UserSection(Section):
@@ -108,3 +113,31 @@ class ServeTrainerSection(RankKeys):
     are brought back when their turn comes. None: all."""
     max_restarts: int = Field(10, ge=0)
     """Restarts of each rank that ends, and one more per hour that it ran since; runs go on where they were."""
+
+
+class ServeConfig(RunRoot):
+    """`serve`: one trainer and its engines for many runs, each with an adapter of its own, behind one HTTP API."""
+
+    model: ModelSection = ModelSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    seq_len: int = Field(2048, gt=1)
+    """Longest sequence that a run may train on, tokens."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of sampling."""
+    trainer: ServeTrainerSection = ServeTrainerSection()
+    inference: InferenceSection = InferenceSection(router=None)
+    service: ServiceSection = ServiceSection()
+    control: ControlSection = ControlSection()
+    trainer_gpu_ids: GpuIds = None
+    """GPUs of the trainer, one rank each; None: the first after inference's."""
+    inference_gpu_ids: GpuIds = None
+    """GPUs of inference; None: the first ones."""
+    log: LogSection = LogSection()
+
+    def _default_name(self) -> str:
+        return f"service-{short_name(self.model.name)}"
+
+    def inference_config(self) -> InferenceConfig:
+        """The root of the engines."""
+        model = {"model": self.inference.model or self.model.name}
+        return InferenceConfig.model_validate(self._process_data(self.inference) | model)

@@ -1,9 +1,8 @@
-"""Rules of [slurm], whose values sbatch would refuse later or misread, and of lists of hosts."""
+"""Rules of [slurm], whose values sbatch would refuse later or misread."""
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import itertools
 import math
 import re
@@ -12,6 +11,7 @@ from typing import Any
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules
 from stretto.config.sections.deployment import SlurmSection, node_names
+from stretto_clusters.placed import placed_by_cluster
 
 TIME = re.compile(r"(\d+-\d+(:\d+(:\d+)?)?|\d+(:\d+(:\d+)?)?|UNLIMITED|INFINITE)")
 OPTION = re.compile(r"[a-z][a-z0-9-]*")
@@ -20,8 +20,6 @@ WRITTEN = frozenset(
     | {"ntasks-per-node", "open-mode", "output", "requeue", "signal", "wrap"}
 )
 """Options of sbatch that the script sets, or with which it does not work."""
-HOST = re.compile(r"[\w.-]+|(?=.*:.*:)[\da-fA-F:.]+(%[\w.-]+)?")
-"""A name or an address of a machine, those of IPv6 without brackets."""
 
 
 def seconds(time: str) -> float:
@@ -73,43 +71,6 @@ def node_lists(s: SlurmSection, at: At) -> Problems:
         yield Problem((wanted, unwanted), f"{wanted} and {unwanted} both name {both[0]}; leave it out of one")
 
 
-def hosts(cfg: Any, at: At) -> Problems:
-    """Hosts that are not names or addresses of machines, or that others cannot reach."""
-    key = at("hosts" if isinstance(cfg, InferenceConfig) else "deployment.hosts")
-    given = key.held or ()
-    for host in given:
-        if not HOST.fullmatch(host):
-            rule = "is no name or address of a machine; give each alone, as node-0, 10.0.0.1 or fd00::1"
-            yield Problem(key, f'{key.path}: "{host}" {rule}')
-    for node, host in enumerate(given):
-        if is_loopback(host) and not all(map(is_loopback, given)):
-            rule = f"node {node}, {host}, is reached by its own machine alone, and others are elsewhere"
-            yield Problem(key, f"{key.path}: {rule}; give the address at which they reach it")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only the machine itself reaches this address."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def placed_by_cluster(cfg: Any, at: At, section: str, way_out: str) -> Problems:
-    """Keys that name machines, although `section` has a cluster choose them."""
-    is_inference, owner = isinstance(cfg, InferenceConfig), at(section)
-    for name in ("hosts", "node_rank"):
-        key = at(name if is_inference else f"deployment.{name}")
-        if key.held is not None:
-            rule = f"with [{section}] the job's nodes are not known before it starts; leave it out; {way_out}"
-            yield Problem((key, owner), f"{key.path}: {rule}")
-    router = getattr(cfg if is_inference else getattr(cfg, "inference", None), "router", None)
-    if router is not None and router.type == "llm-d" and router.address is not None:
-        key = at("router.address" if is_inference else "inference.router.address")
-        rule = "llm-d's gateway finds engines by their labels in Kubernetes, and does not see those of this job"
-        yield Problem((key, owner), f"{key} with [{section}]: {rule}; leave it out: vllm-router is started then")
-
-
 def job(cfg: Any, at: At) -> Problems:
     """[slurm] goes with the rest of the command that it submits."""
     if cfg.slurm is None:
@@ -136,16 +97,4 @@ def job(cfg: Any, at: At) -> Problems:
         yield Problem((requeue, at("ckpt")), f"{requeue} {rule}")
 
 
-def node_rank(cfg: Any, at: At) -> Problems:
-    """This node is one of the run's."""
-    key = at("deployment.node_rank")
-    if key.held is not None and cfg.num_nodes and key.held >= cfg.num_nodes:
-        yield Problem(key, f"{key}: the {cfg.num_nodes} nodes are counted from 0")
-
-
-RULES: Rules = {
-    SlurmSection: (options, node_lists),
-    RLConfig: (job, hosts, node_rank),
-    SFTConfig: (job, hosts, node_rank),
-    InferenceConfig: (job, hosts),
-}
+RULES: Rules = {SlurmSection: (options, node_lists), RLConfig: (job,), SFTConfig: (job,), InferenceConfig: (job,)}
