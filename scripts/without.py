@@ -34,6 +34,7 @@ TESTS = {
     "clusters": ("tests/cluster",),
     "hubs": ("tests/e2e/hubs",),
     "routers": ("tests/wires/test_two_routers.py", "tests/contract/routing", "tests/e2e/routers"),
+    "preference": ("tests/cases/pairs.py", "tests/dist/pairs", "tests/e2e/beside/test_reward_models.py"),
     "service": (
         "tests/wires/test_tenant_rank.py",
         "tests/wires/test_tenant_verb.py",

@@ -124,8 +124,7 @@ def _check_first_rows(cfg: SFTConfig) -> None:
 
     Raises: ConfigError or DataError with file and line for a file or row that cannot be read.
     """
-    from stretto.config.sections.sft import FileData, PreferenceData
-    from stretto.trainer.batch.pairs import read_pair_rows
+    from stretto.config.sections.sft import PREFERENCE, FileData, PreferenceData
     from stretto.trainer.batch.sft_data import read_sources
 
     for data in [cfg.data] + ([cfg.val.data] if cfg.val is not None else []):
@@ -133,7 +132,7 @@ def _check_first_rows(cfg: SFTConfig) -> None:
             for rows in read_sources(data, cfg.seed):
                 next(rows, None)
         elif isinstance(data, PreferenceData):
-            for pairs in read_pair_rows(data):
+            for pairs in addons.load("stretto.sft", "preference.rows", PREFERENCE).read_pair_rows(data):
                 next(pairs, None)
 
 

@@ -93,6 +93,7 @@ BELOW = {
     "stretto_broadcast": {"base", "config", "records", "transports"},
     "stretto_bench": {"base", "config", "data", "envs", "monitors", "records", "transports"},
     "stretto_triton": {"models"},
+    "stretto_preference": {"base", "chat", "config", "data", "models", "records", "trainer"},
     "stretto_routers": {"base", "config"},
     "stretto_megatron": {"base", "config", "families", "models", "records", "trainer"},
     "stretto_start": {"state", "base", "config", "data", "signals"},
@@ -148,6 +149,7 @@ BELOW = {
         "verbs",
     },
     "stretto_plan": {
+        "addons",  # rows of pairs
         "virtual_clock",
         "base",
         "stretto_bench",
@@ -217,6 +219,7 @@ HOMES = {
         "stretto_vllm",
         "stretto_broadcast",
         "stretto_triton",
+        "stretto_preference",
     ),
     # stretto_python: types, and what a model object of the user is
     "transformers": (

@@ -7,18 +7,18 @@ import json
 import numpy as np
 import pytest
 import torch
+from cases.pairs import PAIR_LOSSES, build_pair_learner, random_pairs, score_alone
 from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
-from tiny import PAIR_LOSSES, build_pair_learner, random_pairs, score_alone
 
-from stretto.algorithms.pair_loss import bradley_terry_loss, dpo_loss
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.render import build_renderer
 from stretto.config.sections.sft import LossMaskSection, PreferenceData
 from stretto.monitors.file import read_metrics
 from stretto.trainer import sft
-from stretto.trainer.batch.pairs import Pairs, load_pairs, pack_pairs, parse_pair, render_pair
 from stretto.trainer.batch.sft_data import parse_row, render_row
-from stretto.trainer.pairs import reference_of
+from stretto_preference.learner import reference_of
+from stretto_preference.loss import bradley_terry_loss, dpo_loss
+from stretto_preference.rows import Pairs, load_pairs, pack_pairs, parse_pair, render_pair
 
 pytestmark = pytest.mark.heavy
 

@@ -1,8 +1,8 @@
 """The learner of preference pairs: DPO of a policy, or a reward model.
 
 It has the steps, state and files of a Learner. What a pass gives is a number for each reply: the log-probability of its
-trained tokens, or the score at its end; the loss is that of algorithms/pair_loss.py, a mean over the pairs of the step
-on all ranks. Both replies of a pair are in one row (batch/pairs.py), and on every mesh a pass gives the numbers of all
+trained tokens, or the score at its end; the loss is that of loss.py, a mean over the pairs of the step
+on all ranks. Both replies of a pair are in one row (rows.py), and on every mesh a pass gives the numbers of all
 tokens of the row to each of its ranks, so any mesh computes the loss of one rank.
 
 The reference of DPO is the policy before its first step: what it says of each pair is computed once, before training,
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.algorithms.pair_loss import bradley_terry_loss, dpo_loss
 from stretto.base.errors import ConfigError
 from stretto.base.files import atomic_path
 from stretto.config.sections.model import ModelSection
@@ -31,11 +30,12 @@ from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
 from stretto.models.value_head import has_value_head, load_value_model, with_value_head
 from stretto.trainer.batch.metrics import StepSums
-from stretto.trainer.batch.pairs import PairBatch, Pairs, pack_pairs
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.learner import Learner, load_policy
 from stretto.trainer.network import PassCounts, Scores
 from stretto.trainer.ranks.mesh import num_ranks, run_on_lead, training_device
+from stretto_preference.loss import bradley_terry_loss, dpo_loss
+from stretto_preference.rows import PairBatch, Pairs, pack_pairs
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from stretto.algorithms.pair_loss import bradley_terry_loss, dpo_loss
+from stretto_preference.loss import bradley_terry_loss, dpo_loss
 
 RATIOS = [(0.0, 0.0), (1.5, -2.0), (-3.0, 4.0), (12.0, -30.0), (-40.0, 5.0)]
 LENGTHS = [(3, 4), (1, 9), (7, 7), (20, 11), (5, 2)]
