@@ -171,6 +171,7 @@ BELOW = {
     },
     "stretto_doctor": {
         "addons",  # without stretto_plan it says so
+        "state",
         "base",
         "check",
         "records",

@@ -12,7 +12,7 @@ import pytest
 
 from stretto import cli
 from stretto.base.paths import RunDir
-from stretto.launch import stacks
+from stretto_doctor import stacks
 
 pytestmark = pytest.mark.heavy
 
