@@ -22,6 +22,7 @@ wrote at the installation may be older. A distribution with add-ons has a name t
                           and arguments, of ids that are played in worker processes only
     stretto.engines       engine -> function of its config and the directory of its model, which serves it
     stretto.weights       type of [weight_broadcast], and "delta" -> a module with both ends, as transports/weights says
+    stretto.families      family of models -> a `families.family.Family`, also of a package of yours
     stretto.networks      trainer.backend -> a `trainer.network.NetworkBuilder` that also gets its section; with
                           ".check" after it, function that refuses what it does not compute
     stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device
