@@ -31,7 +31,7 @@ NEEDS = {
 }
 """Add-ons that use others, and go with them."""
 TESTS = {
-    "clusters": ("tests/cluster",),
+    "clusters": ("tests/cluster", "tests/e2e/test_engines.py"),
     "hubs": ("tests/e2e/hubs",),
     "routers": ("tests/wires/test_two_routers.py", "tests/contract/routing", "tests/e2e/routers"),
     "preference": ("tests/cases/pairs.py", "tests/dist/pairs", "tests/e2e/beside/test_reward_models.py"),

@@ -24,7 +24,6 @@ PLAIN_VERBS = {
     "status": "stretto.launch.control:status",
     "logs": "stretto.launch.control:logs",
     "stop": "stretto.launch.control:stop",
-    "engines": "stretto.launch.engines:engines",
 }
 """Verbs of the core that take words of their own, and the function that gets them."""
 

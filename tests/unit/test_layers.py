@@ -101,7 +101,7 @@ BELOW = {
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
     "stretto_games": {"base", "envs", "records"},
     "stretto_sandbox": {"base", "envs", "records"},
-    "stretto_clusters": {"base", "check", "records", "config", "monitors", "launch"},
+    "stretto_clusters": {"base", "check", "records", "config", "ledger", "monitors", "launch", "state"},
     "stretto_vime": {"base", "check", "families", "config", "data", "stretto_megatron", "vime", "cli", "verbs"},
     "stretto_prime": {"config"},
     "stretto_service.config": {"config"},

@@ -13,8 +13,8 @@ import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.launch.engines import END_S, engines
 from stretto.ledger import Ledger
+from stretto_clusters.engines import END_S, engines
 
 URL = "http://gpu7:8000"
 
