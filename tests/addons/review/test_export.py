@@ -25,7 +25,6 @@ from stretto.config.sections.sft import PreferenceData
 from stretto.data.messages import parse_messages
 from stretto.records.images import Image
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
-from stretto.trainer.batch.pairs import parse_pair
 from stretto_review import scores
 from stretto_review.export import export, is_held_out
 
@@ -147,6 +146,7 @@ def test_a_reply_with_a_call_that_is_none_is_read_by_sft(tmp_path: Path) -> None
         tmp_path / "calls", 1, reply=lambda group, member: cut if member else "a", is_cut=lambda text: text == cut
     )
     [row] = rows(run, tmp_path / "pairs.jsonl", "--kind", "pairs")
+    parse_pair = pytest.importorskip("stretto_preference.rows").parse_pair
     pair = parse_pair(row, PreferenceData(name="pairs.jsonl"), "row")
     assert pair.replies[1] == [{"role": "assistant", "content": cut}] and pair.is_cut == (False, True)
 

@@ -12,7 +12,7 @@ import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -54,6 +54,19 @@ class Example:
     token_ids: np.ndarray  # int32 [tokens]
     is_trained: np.ndarray  # bool [tokens]
     images: tuple[Image, ...] = ()  # in the order of their placeholders
+
+
+class Rows(Protocol):
+    """What a run of `sft` trains on, as tokens: examples, or rows that an add-on has."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def fingerprint(self) -> int:
+        """A checksum of all tokens and masks."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -196,7 +209,7 @@ def read_sources(data: Data, seed: int) -> list[Iterator[Row]]:
         case EnvData():
             return [_rows_of_environment(data, seed)]
         case PreferenceData():
-            raise AssertionError("pairs are read by batch/pairs.py")
+            raise AssertionError("pairs are read by the add-on that trains on them")
 
 
 def _rows_of(data: FileData, source: str) -> Iterator[Row]:

@@ -16,10 +16,9 @@ import pytest
 
 from stretto.base.errors import DataError, EngineError
 from stretto.base.secret import load_secret
-from stretto.config.root import ServeConfig
-from stretto.config.service import ServiceSection, UserSection
 from stretto.records.sample import MicroBatch
 from stretto.transports.engine.api import Refusal
+from stretto_service.config import ServeConfig, ServiceSection, UserSection
 from stretto_service.engines import adapter_name
 from stretto_service.futures import Futures
 from stretto_service.store import Audit, Checkpoint, Run, Sampler, Store
