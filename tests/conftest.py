@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import re
 import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+# What is imported and collected stays to the end: no garbage collection needs to look at it, now or later.
+gc.disable()
 
 # Early: pytest compiles it at its very end otherwise, where CPython 3.11's parser now and then fails.
 try:
@@ -34,6 +39,9 @@ if str(SOURCE) not in sys.path:
 # Tests start processes, which must find the package too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
 
+FILE_MARKS = re.compile(r"^pytestmark = .*", re.M)
+MARK = re.compile(r"pytest\.mark\.(\w+)")
+
 # Where beartype is not installed nothing is checked: python -m tests.gpu needs little else than torch.
 if find_spec("beartype") and find_spec("jaxtyping"):
     sys.path.insert(0, str(Path(__file__).parent))
@@ -53,6 +61,20 @@ if hypothesis is not None:
     hypothesis.settings.register_profile("ci", derandomize=True)
     if os.environ.get("CI"):
         hypothesis.settings.load_profile("ci")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which `-m` leaves nothing is not imported: one whose `pytestmark` is a mark that must not be there."""
+    if collection_path.suffix != ".py" or " or " in (chosen := config.getoption("markexpr")) or "(" in chosen:
+        return None
+    found = FILE_MARKS.search(collection_path.read_text())
+    marks = MARK.findall(found[0]) if found else ()
+    return True if any(f"not {mark}" in chosen.split(" and ") for mark in marks) else None
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
