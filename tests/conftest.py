@@ -40,6 +40,7 @@ if str(SOURCE) not in sys.path:
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
 
 FILE_MARKS = re.compile(r"^pytestmark = .*", re.M)
+ONE_SITE = dict.fromkeys(("test_site.py", "test_search.py"), "site")
 MARK = re.compile(r"pytest\.mark\.(\w+)")
 
 # Where beartype is not installed nothing is checked: python -m tests.gpu needs little else than torch.
@@ -79,12 +80,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """As `--dist loadfile`, but one worker gets what is tested with vLLM, and imports it once for all."""
+    """As `--dist loadfile`, but one worker imports vLLM and gets what is tested with it, and one builds the site."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "vllm" if "[vllm" in nodeid else super()._split_scope(nodeid)
+            file = nodeid.partition("::")[0]
+            return "vllm" if "[vllm" in nodeid else ONE_SITE.get(Path(file).name, file)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
