@@ -75,6 +75,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)  # Python's own 700 takes a thirtieth of the time
     gc.enable()
 
 
