@@ -119,7 +119,8 @@ def test_a_low_effective_sample_size_lowers_the_level_whatever_the_speed():
 
 
 def test_levels_that_should_be_below_the_least_effective_sample_size_are_passed_over():
-    up, down = Steering(SteeringSection(), 1), Steering(SteeringSection(), 8)
+    section = SteeringSection(ess_power=1, min_ess=0.5)
+    up, down = Steering(section, 1), Steering(section, 8)
     for step in range(1, 31):
         for steering in (up, down):
             aged = {"ess/tokens": 0.86**steering.level}  # 0.5 at level 4.6
