@@ -226,6 +226,7 @@ class Steering:
         self._blocked_until: dict[Setting, int] = {}  # the decision
         self._left_out = self.level + 1  # steps until a change has taken effect
         self._window: Window | None = None
+        self._burst_speeds: dict[int, float] = {}  # by level: effective tokens per second
         self._burst: Window | None = None  # the steps that are left out, if their batches begin together
 
     @property
@@ -277,7 +278,8 @@ class Steering:
             return False
         if window.steps >= self.cfg.interval or self._is_worth_too_little(window):
             return True
-        return window.steps > self.level and window.waited_s > LARGE_WAIT * window.took and self._may_help_early()
+        is_round = window.steps >= max(self.level + 1, EARLY_STEPS)
+        return is_round and window.waited_s > LARGE_WAIT * window.took and self._may_help_early()
 
     def _is_worth_too_little(self, window: Window) -> bool:
         is_lowest = self._rung == 0 and self.update_interval == self._least_interval
@@ -289,8 +291,9 @@ class Steering:
     def _after_burst(
         self, step: int, now: float, tokens: float, metrics: Mapping[str, float], waited_s: float
     ) -> Decision | None:
-        """A step whose batch began together with others: up at the end of their round if the trainer will plainly wait,
-        down as soon as tokens are worth too little; None if neither.
+        """A step whose batch began together with others: down as soon as tokens are worth too little; up at the end of
+        their round if the trainer will plainly wait and the last raise was of use, so that engines are not what it waits
+        for. None if neither.
         """
         window = self._burst
         if window is None:
@@ -304,7 +307,10 @@ class Steering:
         else:
             self._burst, busy = None, window.took - window.waited_s
             waited = 1 - busy / window.waited_s if window.waited_s > busy else 0.0
-            if waited <= LARGE_WAIT:
+            speed = window.effective / max(window.took, 1e-9)
+            has_helped = self._has_helped(speed) is not False
+            self._burst_speeds[before] = speed
+            if waited <= LARGE_WAIT or not has_helped:
                 return None
             settled = ess ** min(max(before / window.age, 1.0), 4.0) if window.age > 0 else ess
             rung, interval = self._rung_without_wait(waited, settled), self.update_interval
@@ -463,18 +469,28 @@ class Steering:
         return best
 
     def _may_be_as_good(self, waited: float, ess: float) -> int | None:
-        """The best lower rung that may give no less and is not known; None if there is none.
+        """The lower rung that may give no less and is not known; None if there is none.
 
-        A trainer that does not plainly wait may be as fast with fewer rollouts in flight, so it looks at the next one.
+        The next one, where the trainer does not plainly wait. Where it does, rollouts in flight may be what is missing:
+        then the one that promises most, if that is enough, or if the raise to this level has not helped.
         """
-        interval, next_one = self.update_interval, self._rung - 1
+        interval = self.update_interval
         unknown = [each for each in range(self._rung) if self._speed_of((self.rungs[each], interval)) is None]
-        if waited <= LARGE_WAIT:
-            return next_one if next_one in unknown else None
-        best = max(unknown, key=lambda each: self._promise(self._level_at(each, interval), waited, ess), default=None)
-        if best is None or self._promise(self._level_at(best, interval), waited, ess, least_gain=0.0) < 1:
+        if not unknown or waited <= LARGE_WAIT:
+            return self._rung - 1 if self._rung - 1 in unknown else None
+        promises = {each: self._promise(self._level_at(each, interval), waited, ess, least_gain=0.0) for each in unknown}
+        best = max(unknown, key=lambda each: promises[each])
+        is_seen = len(unknown) < self._rung or self._has_helped(self._speeds[self._setting(self._rung)].mean)
+        return best if promises[best] >= 1 or not is_seen else None
+
+    def _has_helped(self, speed: float) -> bool | None:
+        """Whether so many effective tokens per second are what this level must give over the last burst of a lower one, so
+        that engines are not what the trainer waits for; None if there was none.
+        """
+        below = max((level for level in self._burst_speeds if level < self.level), default=None)
+        if below is None:
             return None
-        return best
+        return speed >= self._burst_speeds[below] * (1 + self.cfg.min_gain * (self.level - below))
 
     def _promise(self, level: int, waited: float, ess: float, *, least_gain: float | None = None) -> float:
         """What another level should give of effective tokens per second, relative to the current one; each level counts
