@@ -50,7 +50,7 @@ EVENT = "steering"
 MEMORY = 24  # decisions after which what was measured of a level is forgotten
 MOST_WEIGHT = 6  # measurements of a level that count; of more the older ones fade
 LARGE_WAIT = 1 / 3
-FIRST_LEAP = 4
+FIRST_LEAP = 8
 EARLY_STEPS = 4
 NUM_UPDATES = 9  # the latest updates whose median cost counts
 LEAST_GAIN = -0.999_999  # of an interval whose tokens would be worth nothing
@@ -115,16 +115,14 @@ class Window:
     """Tokens times their mean age in versions."""
     squares: float = 0.0
     """The seconds of each step, squared."""
-    worth: float = 0.0
-    """Effective sample sizes of the steps ..."""
-    worth_squares: float = 0.0
-    """... and their squares."""
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=EARLY_STEPS))
+    """Effective sample sizes."""
 
     def add(self, now: float, tokens: float, ess: float, age: float, waited_s: float, power: float) -> None:
         """Add a step; a token is worth ess ** power."""
         self.steps, self.tokens, self.effective = self.steps + 1, self.tokens + tokens, self.effective + tokens * ess**power
         self.fresh = self.fresh + tokens * ess
-        self.worth, self.worth_squares = self.worth + ess, self.worth_squares + ess**2
+        self.latest.append(ess)
         self.aged, self.waited_s = self.aged + tokens * age, self.waited_s + waited_s
         self.squares, self.ended = self.squares + (now - self.ended) ** 2, now
 
@@ -145,10 +143,9 @@ class Window:
 
     @property
     def most_ess(self) -> float:
-        """The effective sample size of such steps, and two standard errors more."""
-        mean = self.worth / self.steps
-        variance = max(self.worth_squares / self.steps - mean**2, 0.0)
-        return mean + 2 * math.sqrt(variance / max(self.steps - 1, 1.0))
+        """The mean effective sample size of the latest EARLY_STEPS steps, and two standard errors more."""
+        error = statistics.stdev(self.latest) / math.sqrt(len(self.latest)) if len(self.latest) > 1 else math.inf
+        return statistics.fmean(self.latest) + 2 * error
 
 
 @dataclass
@@ -301,7 +298,7 @@ class Steering:
         window.add(now, tokens, self._ess_of(metrics), metrics.get(AGE, 0.0), waited_s, self.cfg.ess_power)
         before, ess = self.level, window.ess
         if self._is_worth_too_little(window):
-            rung, interval, reason = self._down_by_ess(ess)
+            rung, interval, reason = self._down_by_ess(statistics.fmean(window.latest))
         elif self._left_out > 0 or not self._may_help_early():
             return None
         else:
@@ -327,7 +324,8 @@ class Steering:
             known = self._speeds[setting] = Speed()
         known.add(window, self._num_decisions)
         waited = min(window.waited_s / window.took, 1.0)
-        return self._change(step, window, *self._next(window, window.ess, waited))
+        ess = statistics.fmean(window.latest) if self._is_worth_too_little(window) else window.ess
+        return self._change(step, window, *self._next(window, ess, waited))
 
     def _change(self, step: int, window: Window, rung: int, interval: int, reason: str) -> Decision:
         """The decision for a rung and an interval, which are the current ones from now on."""
