@@ -5,14 +5,14 @@
 
 A network of 0.13M parameters is warmed up on solved tasks (`sft`), then trained by `rl` with `max_async_level` 1, 2, 4
 and 8, and once with steering that begins at 1. Each reward comes after a log-normal wait (sigma 1, median `--latency`
-seconds), the same for a task and a member in every run. Learning is real, seconds are those of a virtual clock (virtual_run.py), so that neither the machine nor what
-else it does is in them.
+seconds), the same for a task and a member in every run. Learning is real, seconds are those of a virtual clock
+(virtual_run.py), so that neither the machine nor what else it does is in them.
 
 What is compared is the time until the reward of a policy's own rollouts has made 70 % of the way that level 1 makes in
-its steps. A curve is the isotonic fit of the versions' rewards: the best one that never falls, so a target is not
-crossed by one lucky version. All runs of a task and a seed share their start. How far luck goes is told in two ways:
-for one seed by a bootstrap (`DRAWS` times other residuals around the curves, with targets and crossings found anew),
-for all seeds together by their standard error. A ratio whose interval has 1 in it is marked with `~`.
+its steps. A curve is the isotonic fit of the versions' rewards: the best one that never falls, so that one lucky version
+crosses no target. All runs of a task and a seed share their start. How far luck goes is told in two ways: for one seed
+by a bootstrap (`DRAWS` times other residuals around the curves, with targets and crossings found anew), for all of them
+together by their standard error. A ratio whose interval has 1 in it is marked with `~`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The orchestrator's loop, the embedded engine's core, the trainer's updates, environments and the ledger are the real
 ones, in one process. What they compute takes no time of the clock: a training step takes `train_s`, an engine's pass
 `play_s`, a load `load_s`, and each reward a log-normal wait of median `latency_s`, the same for a task and a member in
-every run. So the seconds of a run are those of its waits and its setting, not those of the machine and what else it does.
+every run. So a run's seconds are those of its waits and its setting, not of the machine and what else it does.
 
 The last line of the output is a JSON object (`Row`). Policies are judged by version: `reward` has for each version the
 mean reward of the rollouts that began with it, whether they were trained or not, and `at` when it was there. A curve
@@ -235,8 +235,9 @@ async def run(spec: Spec) -> Row:
         wires = Wires(engine, ends, ends)  # type: ignore[arg-type]
         loop = build_loop(orchestrator, wires, renderer, starting_point(orchestrator), stack, code)
         await loop.run()
-    row.reward = [round(fmean(slow.rewards[version]), 4) if slow.rewards[version] else 0.0 for version in range(len(row.at))]
-    row.rollouts = [len(slow.rewards[version]) for version in range(len(row.at))]
+    rewards = [slow.rewards[version] for version in range(len(row.at))]
+    row.reward = [round(fmean(each), 4) if each else 0.0 for each in rewards]
+    row.rollouts = [len(each) for each in rewards]
     lines = orchestrator.run_dir.metrics("orchestrator").read_text().splitlines()
     row.age = [each["off_policy/mean"] for each in map(json.loads, lines) if "off_policy/mean" in each]
     with LedgerReader(orchestrator.run_dir) as reader:

@@ -3,18 +3,18 @@
 The key is [orchestrator.steering]. Levels are the rungs of a ladder: 1, 2, 3, 4, 6, 8, 12, 16 and so on, between
 the bounds. If engines get a version after k more steps than weight_broadcast.interval has, the level is k above the
 rung, up to max_level, so that generation overlaps with training as much as before. After a change the steps in which it
-takes effect are left out; then `interval` steps are measured, and one decision is made, earlier if the evidence is plain:
+takes effect are left out; then `interval` steps are measured, and one decision is made, earlier if it is plain:
 
     effective sample size below min_ess      down to where it should be above, if its logarithm grows with the level
     the interval does not earn its gain      a lower one; tried again after `retry` decisions, then twice as many
     the level does not earn its gain         one rung down; tried again in the same way
     updates cost more than fresh tokens      to the interval at which effective tokens per second are most, if the
                                              trainer does not wait, or for updates more than for anything else
-    the trainer waits                        up to where it would not wait, if rollouts per second grow with those in
-                                             flight, and no level that should be below min_ess
+    the trainer waits                        to the best one up to where it would not wait, if rollouts per second grow
+                                             with those in flight, and none that should be below min_ess
     updates cost more than fresh tokens      the same, whatever the trainer waits for
     updates cost less than fresh tokens      to the interval at which effective tokens per second are most
-    no lower rung was measured for a while   one rung down, to see whether it is as good
+    a lower rung may be as good              there, if nothing is known of it
     else                                     no change
 
 A round is as many steps as batches are in flight: in fewer, waits come in bursts. A trainer that waits for more than
@@ -120,7 +120,11 @@ class Window:
 
     def add(self, now: float, tokens: float, ess: float, age: float, waited_s: float, power: float) -> None:
         """Add a step; a token is worth ess ** power."""
-        self.steps, self.tokens, self.effective = self.steps + 1, self.tokens + tokens, self.effective + tokens * ess**power
+        self.steps, self.tokens, self.effective = (
+            self.steps + 1,
+            self.tokens + tokens,
+            self.effective + tokens * ess**power,
+        )
         self.fresh = self.fresh + tokens * ess
         self.latest.append(ess)
         self.aged, self.waited_s = self.aged + tokens * age, self.waited_s + waited_s
@@ -289,8 +293,7 @@ class Steering:
         self, step: int, now: float, tokens: float, metrics: Mapping[str, float], waited_s: float
     ) -> Decision | None:
         """A step whose batch began together with others: down as soon as tokens are worth too little; up at the end of
-        their round if the trainer will plainly wait and the last raise was of use, so that engines are not what it waits
-        for. None if neither.
+        their round if the trainer will plainly wait, not for engines as the last raise has shown. None if neither.
         """
         window = self._burst
         if window is None:
@@ -476,13 +479,15 @@ class Steering:
         unknown = [each for each in range(self._rung) if self._speed_of((self.rungs[each], interval)) is None]
         if not unknown or waited <= LARGE_WAIT:
             return self._rung - 1 if self._rung - 1 in unknown else None
-        promises = {each: self._promise(self._level_at(each, interval), waited, ess, least_gain=0.0) for each in unknown}
+        promises = {
+            each: self._promise(self._level_at(each, interval), waited, ess, least_gain=0.0) for each in unknown
+        }
         best = max(unknown, key=lambda each: promises[each])
         is_seen = len(unknown) < self._rung or self._has_helped(self._speeds[self._setting(self._rung)].mean)
         return best if promises[best] >= 1 or not is_seen else None
 
     def _has_helped(self, speed: float) -> bool | None:
-        """Whether so many effective tokens per second are what this level must give over the last burst of a lower one, so
+        """Whether so many effective tokens per second are what this level must give over the burst of a lower one, so
         that engines are not what the trainer waits for; None if there was none.
         """
         below = max((level for level in self._burst_speeds if level < self.level), default=None)
