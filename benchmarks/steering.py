@@ -11,7 +11,7 @@ seconds), the same for a task and a member in every run. Learning is real, secon
 What is compared is the time until the reward of a policy's own rollouts has made 70 % of the way that level 1 makes in
 its steps. A curve is the isotonic fit of the versions' rewards: the best one that never falls, so that one lucky
 version crosses no target. All runs of a task and a seed share their start. How far luck goes is told in two ways: for
-one seed by a bootstrap (`DRAWS` times other residuals around the curves, with targets and crossings found anew), for all
+one seed by a bootstrap (`DRAWS` times other residuals around the curves, with targets and crossings anew), for all
 of them together by their standard error. A ratio whose interval has 1 in it is marked with `~`.
 """
 
