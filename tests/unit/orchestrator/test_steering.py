@@ -127,11 +127,11 @@ def first_round(steering, *, play_s, train_s, ess=lambda age: 1.0):
 def test_a_first_round_that_plays_for_long_is_enough():
     steering = Steering(SteeringSection(), 1)
     decision = first_round(steering, play_s=20.0, train_s=1.0)
-    assert decision is not None and decision.step == 2 and steering.level == 8  # (1 + 1) / (1 - 0.9) - 1 = 19
+    assert decision is not None and decision.step == 2 and steering.level == 4, "four times the level, at most"
     assert decision.effective_tokens_per_s == pytest.approx(200 / 22) and "plays for long" in decision.reason
     steering = Steering(SteeringSection(), 1)
-    first_round(steering, play_s=6.0, train_s=1.0)
-    assert steering.level == 4, "where it would not wait: (1 + 1) / (1 - 2/3) - 1 = 5"
+    first_round(steering, play_s=4.0, train_s=1.0)
+    assert steering.level == 3, "where it would not wait: (1 + 1) / (1 - 1/2) - 1"
 
 
 def test_a_first_round_that_is_not_plain_decides_nothing():
@@ -142,8 +142,8 @@ def test_a_first_round_that_is_not_plain_decides_nothing():
 
 def test_a_first_round_reaches_no_level_whose_tokens_should_be_too_old():
     steering = Steering(SteeringSection(ess_power=1, min_ess=0.5), 1)
-    first_round(steering, play_s=90.0, train_s=1.0, ess=lambda age: 0.86**age)
-    assert steering.level == 4  # 0.5 at age 4.6
+    first_round(steering, play_s=90.0, train_s=1.0, ess=lambda age: 0.8**age)
+    assert steering.level == 3  # 0.51 at age 3
 
 
 def test_a_raise_that_has_not_helped_is_not_followed_by_another():
@@ -151,22 +151,22 @@ def test_a_raise_that_has_not_helped_is_not_followed_by_another():
     helped, not_helped = (Steering(SteeringSection(max_level=16), 1) for _ in range(2))
     for steering, round_s in ((helped, lambda num: 60.0), (not_helped, lambda num: 30.0 * num)):
         first_round(steering, play_s=60.0, train_s=1.0)
-        assert steering.level == 8, "eight times the level, at most"
+        assert steering.level == 4
         now = 62.0
-        for step in range(3, 12):
-            waited = round_s(9) if step == 3 else 0.0
+        for step in range(3, 8):
+            waited = round_s(5) if step == 3 else 0.0
             now += 1.0 + waited
             steering.add_step(step, now, 100.0, {"ess/tokens": 1.0, "off_policy/mean": 4.0}, waited)
-    assert helped.level == 16 and not_helped.level == 8
+    assert helped.level == 16 and not_helped.level == 4
 
 
 def test_tokens_that_are_worth_too_little_after_a_raise_are_seen_in_four_steps():
     steering, levels = Steering(SteeringSection(), 1), []
     first_round(steering, play_s=60.0, train_s=1.0)
-    for step in range(3, 12):
+    for step in range(3, 7):
         steering.add_step(step, 60.0 + step, 100.0, {"ess/tokens": 0.55 + 0.01 * (step % 2)}, 0.0)
         levels.append(steering.level)
-    assert levels[:4] == [8, 8, 8, 4]  # 0.55 ** (6 / 8) is below 0.65, and 0.55 ** (4 / 8) above it
+    assert levels == [4, 4, 4, 2]  # 0.55 ** (3 / 4) is below 0.7, and 0.55 ** (2 / 4) above it
 
 
 def test_what_a_token_is_worth_follows_from_the_power():
