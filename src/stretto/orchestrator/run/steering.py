@@ -444,7 +444,7 @@ class Steering:
         if waited <= self.cfg.min_wait and fewer > 0:
             playing_s = 0.0
         faster = step_s / max(training_s, playing_s, 0.05 * step_s)
-        return faster * (self._ess_at(interval, window, ess) / ess) ** self.cfg.ess_power - 1
+        return float(faster * (self._ess_at(interval, window, ess) / ess) ** self.cfg.ess_power - 1)
 
     def _ess_at(self, interval: int, window: Window, ess: float) -> float:
         """The effective sample size with another interval: its logarithm grows with the mean age."""
