@@ -9,6 +9,7 @@ with its environment. It goes on until each worker sets its device: the first ca
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -185,10 +186,8 @@ def workers(config: Any) -> Any:
             parallel.data_parallel_index = first + local
             parallel.rank = parallel.node_rank_within_dp * parallel.local_world_size + rank
             worker = Worker(own, rank, parallel.rank, "tcp://127.0.0.1:1", is_driver_worker=parallel.rank == 0)
-            try:
+            with contextlib.suppress(DeviceIsSet):
                 worker.init_device()
-            except DeviceIsSet:
-                pass
             yield {
                 "visible": chosen[-1],
                 "gpu": current_platform.visible_device_id_to_physical_device_id(chosen[-1]),

@@ -197,7 +197,7 @@ def _replicas(section: InferenceSection, *, is_routed: bool) -> list[EngineSpec]
 
 
 def _num_gpus_here(section: InferenceSection) -> int:
-    """GPUs of an engine's process on this machine; others are on other machines if the user's options of vLLM say so."""
+    """GPUs of an engine's process; its other ranks are on other machines if the user's options of vLLM say so."""
     options = {option_of(name): value for name, value in section.vllm_extra.items()}
     ranks, nodes = options.get("--data-parallel-size-local", section.parallel.dp), options.get("--nnodes", 1)
     counts = (ranks, nodes) if isinstance(ranks, int) and isinstance(nodes, int) else (section.parallel.dp, 1)
