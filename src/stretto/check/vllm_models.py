@@ -111,18 +111,18 @@ class ServedModel:
         )
         if key is None:
             raise ConfigError(
-                f'{method} = "mtp": vLLM drafts with the layers for further tokens (num_nextn_predict_layers) of no '
+                f'{method} = "mtp": vLLM drafts with layers for further tokens (num_nextn_predict_layers) of no '
                 f'{self.family}; use method = "suffix", which needs none'
             )
         if not (layers := self.config.get(key)):
             raise ConfigError(
-                f'{method} = "mtp": {file} has no layers for further tokens ({key}); use method = "suffix", which needs '
-                "none"
+                f'{method} = "mtp": {file} has no layers for further tokens ({key}); use method = "suffix", which '
+                "needs none"
             )
         if num_tokens is not None and num_tokens > layers and num_tokens % layers:
             raise ConfigError(
-                f"inference.speculation.num_speculative_tokens = {num_tokens}: vLLM uses the {layers} layers for further "
-                f"tokens of {file} in turns; give a multiple of {layers}, or leave it out"
+                f"inference.speculation.num_speculative_tokens = {num_tokens}: vLLM uses the {layers} layers for "
+                f"further tokens of {file} in turns; give a multiple of {layers}, or leave it out"
             )
         if self._lacks_prediction_weights():
             raise ConfigError(
@@ -147,14 +147,14 @@ class ServedModel:
         of_method = "eagle3" if "eagle3" in kind.lower() else "eagle" if kind.startswith("Eagle") else drafts.method
         if of_method != drafts.method:
             raise ConfigError(
-                f'inference.speculation.method = "{drafts.method}": {found.directory / "config.json"} is of a model for '
-                f'"{of_method}" ({kind}); set that method'
+                f'inference.speculation.method = "{drafts.method}": {found.directory / "config.json"} is of a model '
+                f'for "{of_method}" ({kind}); set that method'
             )
         sizes = [config.get("vocab_size") for config in (found.text, self.config)]
         if None not in sizes and sizes[0] != sizes[1]:
             raise ConfigError(
-                f"{key}: {found.directory / 'config.json'} has vocab_size = {sizes[0]}, and the model that it is to draft "
-                f"for has {sizes[1]}; give a draft model of this model"
+                f"{key}: {found.directory / 'config.json'} has vocab_size = {sizes[0]}, and the model that it is to "
+                f"draft for has {sizes[1]}; give a draft model of this model"
             )
 
     def _lacks_prediction_weights(self) -> bool:

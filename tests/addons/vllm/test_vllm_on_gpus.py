@@ -22,11 +22,15 @@ import pytest
 from cases import plans
 from huggingface_hub import constants
 
+from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.check.vllm_adapters import with_policy_adapter
+from stretto.check.vllm_models import ServedModel
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig
-from stretto.data.hub_model import fetch
+from stretto.data.hub_model import find_config
+from stretto.families.table import FAMILIES
 from stretto.launch.plan.processes import ProcessSpec, section_of
 from stretto.launch.plan.serving import plan_serving
 from stretto.launch.run.rl import plan_only
@@ -85,8 +89,9 @@ def machine(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def launch_of(cfg: InferenceConfig, spec: ProcessSpec) -> Launch:
     """What the process of this plan hands to vLLM."""
     assert cfg.model is not None
-    name = cfg.model if Path(cfg.model).is_dir() or ("/" in cfg.model and cfg.model.count("/") == 1) else DENSE
-    directory = fetch(DENSE if name == "m" else name)
+    # Some start from a directory that another run leaves.
+    directory = find_config(cfg.model) or find_config(DENSE)
+    assert directory is not None
     own, _ = with_policy_adapter(cfg, directory, is_cpu=False)
     command = build_command(own, directory, is_cpu=False)
     env = command.env | dict(spec.env) | {"CUDA_VISIBLE_DEVICES": ",".join(spec.devices)}
@@ -223,3 +228,67 @@ def test_workers_are_on_the_gpus_that_are_named(names: str, words: str, gpus: li
     found = ask(launch)
     assert "error" not in found, found
     assert [(w["visible"], w["gpu"]) for w in found["workers"]] == [*enumerate(gpus)]
+
+
+def model_with(folder: Path, family: str, **keys: Any) -> str:
+    """A directory with the config.json of a family of real size, with these keys."""
+    folder.mkdir()
+    config = json.loads((CONFIGS / f"{family}.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    build_letters_tokenizer(folder)
+    return str(folder)
+
+
+def predicting(name: str) -> dict[str, Any]:
+    """What a model of this family with one layer for further tokens has in its config.json; nothing if vLLM has none."""
+    family = FAMILIES[name]
+    key = family.traits.vllm.prediction_key
+    return {} if key is None else {"architectures": [family.architecture], "model_type": name, key: 1}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FAMILIES if predicting(name)))
+def test_vllm_drafts_with_the_layers_of_these_families(name: str, machine: Path, ask: Ask) -> None:
+    model = model_with(machine / "model", name, **predicting(name))
+    [launch] = launches_of_inference(f"--model {model} --engine vllm --speculation.method mtp")
+    found = ask(launch)
+    assert "error" not in found, found
+    assert found["drafts"] == ["mtp", 1] and len(found["drafter"]) == 1 and "MTP" in found["drafter"][0]
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "qwen3_moe"])
+def test_vllm_has_no_drafter_for_families_that_a_dry_run_refuses(name: str, machine: Path, ask: Ask) -> None:
+    model = model_with(machine / "model", name, num_mtp_modules=3, num_nextn_predict_layers=1)
+    with pytest.raises(ConfigError, match=f"of no {name}"):
+        ServedModel.of(Path(model)).check_prediction_layers(None)
+    [launch] = launches_of_inference(f"--model {model} --engine vllm --speculation.method mtp")
+    assert "num_speculative_tokens" in ask(launch)["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "architecture"),
+    [("eagle", "LlamaForCausalLM"), ("eagle3", "LlamaForCausalLMEagle3"), ("eagle3", "Eagle3Qwen3ForCausalLM")],
+)
+def test_draft_models_are_of_a_class_that_vllm_has(method: str, architecture: str, machine: Path, ask: Ask) -> None:
+    sizes = json.loads((CONFIGS / "qwen3.json").read_text())
+    draft = model_with(
+        machine / "draft", "llama", architectures=[architecture], vocab_size=sizes["vocab_size"], num_hidden_layers=1
+    )
+    model = model_with(machine / "model", "qwen3")
+    words = f"--model {model} --engine vllm --speculation.method {method} --speculation.model {draft}"
+    [launch] = launches_of_inference(words)
+    found = ask(launch)
+    assert "error" not in found, found
+    assert found["drafts"] == [method, 3] and len(found["drafter"]) == 1 and "eagle" in found["drafter"][0].lower()
+
+
+def test_drafts_that_copy_are_vllms_own(ask: Ask) -> None:
+    base = f"--model {DENSE} --engine vllm --speculation.method"
+    [launch] = launches_of_inference(f"{base} ngram --speculation.num-speculative-tokens 5")
+    found = ask(launch)
+    assert found["drafts"] == ["ngram", 5] and found["drafter"] == []
+    [launch] = launches_of_inference(f"{base} suffix")
+    found = ask(launch)
+    if find_spec("arctic_inference") is None:  # launch.py says so before vLLM starts
+        assert "Arctic Inference is required" in found["error"]
+    else:
+        assert found["drafts"][0] == "suffix"
