@@ -38,7 +38,7 @@ from stretto.verbs import _own_flags
 from stretto_vllm.command import build_command
 
 pytest.importorskip("stretto_plan")
-from cases.real_models import fill_cache
+from cases.real_models import CONFIGS, fill_cache
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pretended_gpus import NUM_GPUS, PARTS, UUIDS
@@ -240,7 +240,7 @@ def model_with(folder: Path, family: str, **keys: Any) -> str:
 
 
 def predicting(name: str) -> dict[str, Any]:
-    """What a model of this family with one layer for further tokens has in its config.json; nothing if vLLM has none."""
+    """Keys of a model of this family with one layer for further tokens; nothing if vLLM has none."""
     family = FAMILIES[name]
     key = family.traits.vllm.prediction_key
     return {} if key is None else {"architectures": [family.architecture], "model_type": name, key: 1}
