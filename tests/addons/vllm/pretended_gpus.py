@@ -151,6 +151,7 @@ def launched(words: list[str]) -> dict[str, Any]:
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size,
         ],
         "nodes": parallel.nnodes,
+        "head": str(config.model_config.head_dtype),
         "quantization": config.model_config.quantization,
         "cache_dtype": config.cache_config.cache_dtype,
         "sleeps": config.model_config.enable_sleep_mode,

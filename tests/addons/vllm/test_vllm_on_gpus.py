@@ -123,7 +123,7 @@ def assert_right(launch: Launch, found: dict[str, Any]) -> None:
     assert "error" not in found, f"{found['error']}\n{found['trace']}\n{launch['words']}"
     is_headless = "--headless" in launch["words"]
     assert found["started"] == ["headless" if is_headless else "server"]
-    assert found["device"] == "cuda" and found["transfers"] == "stretto"
+    assert found["device"] == "cuda" and found["transfers"] == "stretto" and found["head"] == "torch.float32"
     assert found["degrees"] == [launch["parallel"][axis] for axis in ("tp", "pp", "dp")]
     workers = found["workers"]
     assert [str(worker["gpu"]) for worker in workers] == launch["devices"]
