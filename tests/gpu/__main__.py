@@ -28,7 +28,7 @@ LIMIT_S = 480.0
 OVER_S = 30.0
 """How long a test may go on when the time is over."""
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pydantic", "msgspec", "pyzmq", "pytest", "vllm")
-ORDER = ("steps", "run", "ipc", "row_kernels", "fp8", "trees", "memory", "snapshots", "megatron", "vllm")
+ORDER = ("steps", "run", "ipc", "row_kernels", "fp8", "trees", "memory", "snapshots", "vllm_gpu", "megatron", "vllm")
 """Words of files' names: what breaks a run first, then what makes it fast, last what takes minutes to start."""
 LATE = "the time is over"
 

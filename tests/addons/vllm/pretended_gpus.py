@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import logging
 import os
@@ -117,16 +118,23 @@ def pretend() -> None:
     pretend_triton()
 
 
+@functools.cache
+def parser() -> Any:
+    """vLLM's own, as `vllm serve` has it; building it also loads its plugins, ours among them."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+
+
 def launched(words: list[str]) -> dict[str, Any]:
     """What vLLM makes of a command: which process it starts, its degrees, and the device of each local worker."""
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.cli import serve
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.usage.usage_lib import UsageContext
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.executor import Executor
 
-    args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(words)
+    args = parser().parse_args(words)
     command = serve.ServeSubcommand()
     command.validate(args)
     started: list[str] = []
@@ -209,7 +217,10 @@ def _classes_of_drafter(config: Any) -> list[str]:
 
 
 def answer(launch: dict[str, Any]) -> dict[str, Any]:
+    from stretto_vllm.patches.devices import find_gpus_by_name
+
     os.environ.update(launch["env"])
+    find_gpus_by_name()  # as our plugin does in a process that begins with this environment
     try:
         return launched(launch["words"])
     except BaseException as error:  # whatever vLLM raises is the result
@@ -221,10 +232,7 @@ def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # vLLM prints, too
     pretend()
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    make_arg_parser(FlexibleArgumentParser())  # imports most of vLLM, once for all launches
+    parser()  # imports most of vLLM, once for all launches
     import vllm.v1.worker.gpu_worker  # noqa: F401
 
     for line in sys.stdin:
