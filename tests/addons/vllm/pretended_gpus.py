@@ -232,8 +232,12 @@ def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # vLLM prints, too
     pretend()
-    parser()  # imports most of vLLM, once for all launches
+    parser()  # what a launch imports is imported once for all of them
+    import vllm.entrypoints.cli.serve
+    import vllm.v1.executor
     import vllm.v1.worker.gpu_worker  # noqa: F401
+
+    import stretto_vllm.worker  # noqa: F401
 
     for line in sys.stdin:
         if (child := os.fork()) == 0:
