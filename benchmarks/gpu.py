@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,7 @@ import numpy as np
 import torch
 from trainer import Memory, clock, flops_of, rate
 
+from stretto.base.files import write_atomic
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
@@ -176,13 +178,19 @@ def measure(
     """One cell in a process of its own; an error is a result, too."""
     words = [sys.executable, __file__, "--worker", kind, name, *(["--quick"] if is_quick else []), "--device", device]
     started = time.monotonic()
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"it did not end in {limit_s:.0f} s"}
-    if done.returncode:
-        return {"error": done.stderr.strip()[-800:]}
-    found = json.loads(done.stdout.splitlines()[-1]) | {"took_s": round(time.monotonic() - started, 1)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, text=True, start_new_session=True, **pipes) as worker:
+        try:
+            out, errors = worker.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(worker.pid, signal.SIGKILL)  # its run too, whose processes end with it
+            return {"error": f"it did not end in {limit_s:.0f} s"}
+        except BaseException:
+            os.killpg(worker.pid, signal.SIGKILL)
+            raise
+    if worker.returncode:
+        return {"error": errors.strip()[-800:]}
+    found = json.loads(out.splitlines()[-1]) | {"took_s": round(time.monotonic() - started, 1)}
     if kind == "train" and not is_quick:
         rate_of_theirs, gib = cell["theirs"]
         found["times_theirs"] = round(found["tokens_per_s"] / rate_of_theirs, 2)
@@ -220,7 +228,7 @@ def main() -> int:
         kind = "train" if name in TRAIN else "run"
         known[key] = measure(kind, name, cell, args.device, is_quick=is_quick, limit_s=seconds_left)
         print(f"{key}: {known[key]}", flush=True)
-        args.out.write_text(json.dumps(known, indent=1) + "\n")
+        write_atomic(args.out, json.dumps(known, indent=1).encode() + b"\n")  # the machine may be taken back
     print(f"left for another call: {', '.join(left)}" if left else "done")
     print(json.dumps(known))
     return 2 if left else int(any("error" in found for found in known.values()))

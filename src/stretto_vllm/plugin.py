@@ -7,12 +7,14 @@ from functools import cache
 from importlib import import_module
 
 from stretto_vllm.command import PATCHES_VAR, WEIGHTS_BACKEND
+from stretto_vllm.patches.devices import find_gpus_by_name
 from stretto_vllm.patches.loaders import name_loaders
 
 
 @cache  # vLLM calls it several times in some processes
 def register() -> None:
     """Called by vLLM in each of its processes, even if stretto did not start them."""
+    find_gpus_by_name()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(WEIGHTS_BACKEND, "stretto_vllm.weights", "StrettoWeights")

@@ -448,8 +448,11 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
         return
     addons.check("stretto.engines", "vllm", f"{name}: vLLM")
     model.check()
-    if section.speculation is not None and section.speculation.method == "mtp":
-        model.check_prediction_layers()
+    drafts = section.speculation
+    if drafts is not None and drafts.method == "mtp":
+        model.check_prediction_layers(drafts.num_speculative_tokens)
+    if drafts is not None and drafts.model is not None:
+        model.check_draft_model(drafts, find_model(drafts.model))
     if is_cpu or section.device == "cpu":
         model.check_on_cpu()
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.config.sections.inference import SpeculationSection
 from stretto.config.sections.model import Family
+from stretto.data.hub_model import is_hub_name
 from stretto.data.model_file import ModelFile
 from stretto.data.weight_files import read_weight_files
 from stretto.families.table import family_of, traits_of
@@ -94,23 +96,65 @@ class ServedModel:
         if self.has_vision:
             self._check_vision()
 
-    def check_prediction_layers(self) -> None:
-        """Check that the model has layers for further tokens, with which `mtp` drafts.
+    def check_prediction_layers(self, num_tokens: int | None) -> None:
+        """Check that the model has layers for further tokens, with which `mtp` drafts; num_tokens: of a draft.
 
-        Raises: ConfigError for a model of stretto's families whose config.json or files have none; others are vLLM's
-        to judge.
+        Raises: ConfigError for a model of stretto's families with which vLLM does not draft, whose config.json or
+        files have no such layers, or with a number that does not divide; others are vLLM's to judge.
         """
-        counts = [n for key, n in self.config.items() if re.fullmatch(r"num_nextn_.*|(num_)?mtp_.*", key)]
-        if self.family in get_args(Family) and not any(counts):
+        if self.family not in get_args(Family):
+            return
+        key, file, method = (
+            self.traits.vllm.prediction_key,
+            self.directory / "config.json",
+            "inference.speculation.method",
+        )
+        if key is None:
             raise ConfigError(
-                f'inference.speculation.method = "mtp": {self.directory / "config.json"} has no layers for further '
-                'tokens (num_nextn_predict_layers); use method = "suffix", which needs none'
+                f'{method} = "mtp": vLLM drafts with layers for further tokens (num_nextn_predict_layers) of no '
+                f'{self.family}; use method = "suffix", which needs none'
             )
-        if self.family in get_args(Family) and self._lacks_prediction_weights():
+        if not (layers := self.config.get(key)):
+            raise ConfigError(
+                f'{method} = "mtp": {file} has no layers for further tokens ({key}); use method = "suffix", which '
+                "needs none"
+            )
+        if num_tokens is not None and num_tokens > layers and num_tokens % layers:
+            raise ConfigError(
+                f"inference.speculation.num_speculative_tokens = {num_tokens}: vLLM uses the {layers} layers for "
+                f"further tokens of {file} in turns; give a multiple of {layers}, or leave it out"
+            )
+        if self._lacks_prediction_weights():
             raise ConfigError(
                 f'inference.speculation.method = "mtp": the files in {self.directory} have no weights of the layers '
                 "for further tokens that its config.json names, as what a run exports has none; start engines from the "
                 'model that the run began with ([inference.model] name), or use "suffix", which needs none'
+            )
+
+    def check_draft_model(self, drafts: SpeculationSection, found: ModelFile | None) -> None:
+        """Check that `eagle` or `eagle3` can draft for this model; found: the draft model's config.json, if it is here.
+
+        Raises: ConfigError for a directory that does not exist, a model for the other method, or one with other tokens.
+        """
+        key = "inference.speculation.model"
+        if found is None:
+            if drafts.model is not None and not is_hub_name(drafts.model):
+                raise ConfigError(
+                    f"{key} = {drafts.model!r}: there is no such directory with a config.json; correct it"
+                )
+            return
+        [kind, *_] = found.found.get("architectures") or [""]
+        of_method = "eagle3" if "eagle3" in kind.lower() else "eagle" if kind.startswith("Eagle") else drafts.method
+        if of_method != drafts.method:
+            raise ConfigError(
+                f'inference.speculation.method = "{drafts.method}": {found.directory / "config.json"} is of a model '
+                f'for "{of_method}" ({kind}); set that method'
+            )
+        sizes = [config.get("vocab_size") for config in (found.text, self.config)]
+        if None not in sizes and sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"{key}: {found.directory / 'config.json'} has vocab_size = {sizes[0]}, and the model that it is to "
+                f"draft for has {sizes[1]}; give a draft model of this model"
             )
 
     def _lacks_prediction_weights(self) -> bool:

@@ -18,6 +18,8 @@ class VllmTraits:
     cpu_fault_key: the key of config.json that a model with this fault has; None: all models have the fault.
     adapts: its LoRA kernels compute adapters of attention and MLPs as the model does: tests have tried it.
     adapts_experts: it can compute adapters of its experts too, on GPUs, which no test has tried.
+    prediction_key: the key of config.json that counts the layers for further tokens with which it drafts (`mtp`); None:
+        it drafts with those of no model of the family.
     """
 
     has_own_head: bool = False
@@ -27,6 +29,7 @@ class VllmTraits:
     cpu_fault_key: str | None = None
     adapts: bool = False
     adapts_experts: bool = True
+    prediction_key: str | None = None
 
 
 @dataclass(frozen=True)

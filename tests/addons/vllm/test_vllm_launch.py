@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+import torch
 
 from stretto.base.errors import ConfigError
 from stretto.config.root import InferenceConfig
@@ -62,3 +63,30 @@ def test_drafts_that_vllm_cannot_make_are_refused_before_it_starts(monkeypatch: 
         launch.check_drafts(masks)
     monkeypatch.setattr(launch, "find_spec", lambda name: name)
     launch.check_drafts(InferenceConfig(model="m", speculation={}))
+
+
+@pytest.mark.parametrize(
+    ("names", "found"), [("0", True), ("GPU-7f57,GPU-8c7c", True), ("MIG-377e0049", True), ("", False), ("-1", False)]
+)
+def test_a_gpu_is_found_without_starting_cuda(monkeypatch: pytest.MonkeyPatch, names: str, found: bool) -> None:
+    """vLLM forks its engine from this process, and a fork of a process that has started CUDA cannot use it."""
+
+    def start() -> int:
+        raise AssertionError("this starts CUDA")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    monkeypatch.setenv(launch.NVML_VAR, "0")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_cached_device_count", None)
+    # The driver's library counts whole GPUs; torch does not ask it for parts.
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: -1 if "MIG" in names else len(names.split(",")))
+    for name in ("_cuda_getDeviceCount", "_cuda_init"):
+        monkeypatch.setattr(torch._C, name, start, raising=False)
+    assert launch.has_gpu() is found
+
+
+def test_a_torch_without_cuda_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert not launch.has_gpu()

@@ -62,6 +62,41 @@ def test_drafts_by_layers_that_the_model_lacks_are_refused(tmp_path):
             check_served(section, save(tmp_path, **lacks), is_cpu=False)
     for model_type, key in (("glm4_moe", "num_nextn_predict_layers"), ("qwen3_5_text", "mtp_num_hidden_layers")):
         check_served(section, save(tmp_path, model_type=model_type, **{key: 1}), is_cpu=False)
+    # vLLM reads one key, and has no layers for further tokens of other families.
+    for other in (
+        {"model_type": "minimax_m2", "num_mtp_modules": 3},
+        {"model_type": "nemotron_h", "mtp_layers_block_type": ["moe"], "num_nextn_predict_layers": 0},
+    ):
+        with pytest.raises(ConfigError, match=r"speculation\.method.*num_nextn_predict_layers.*suffix"):
+            check_served(section, save(tmp_path, **other), is_cpu=False)
+
+
+def test_a_draft_is_as_long_as_layers_that_take_turns_make_it(tmp_path):
+    served = save(tmp_path, model_type="glm4_moe", num_nextn_predict_layers=2)
+    for number in (1, 2, 4):
+        section = InferenceSection(engine="vllm", speculation={"method": "mtp", "num_speculative_tokens": number})
+        check_served(section, served, is_cpu=False)
+    section = InferenceSection(engine="vllm", speculation={"method": "mtp", "num_speculative_tokens": 3})
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens = 3.*give a multiple of 2"):
+        check_served(section, served, is_cpu=False)
+
+
+def test_a_draft_model_is_one_for_the_method_and_the_model(tmp_path):
+    (tmp_path / "draft").mkdir()
+    served = save(tmp_path, model_type="qwen3", vocab_size=100)
+    speculation = {"method": "eagle3", "model": str(tmp_path / "draft")}
+    section = InferenceSection(engine="vllm", speculation=speculation)
+    with pytest.raises(ConfigError, match=r"no such directory with a config\.json"):
+        check_served(section, served, is_cpu=False)
+    save(tmp_path / "draft", architectures=["LlamaForCausalLMEagle3"], vocab_size=100, model_type="llama")
+    check_served(section, served, is_cpu=False)
+    with pytest.raises(ConfigError, match=r'method = "eagle".*of a model for "eagle3"'):
+        check_served(
+            InferenceSection(engine="vllm", speculation=speculation | {"method": "eagle"}), served, is_cpu=False
+        )
+    save(tmp_path / "draft", architectures=["Eagle3LlamaForCausalLM"], vocab_size=200, model_type="llama")
+    with pytest.raises(ConfigError, match="vocab_size = 200, and the model that it is to draft for has 100"):
+        check_served(section, served, is_cpu=False)
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.eh_proj.weight", "mtp.fc.weight"])

@@ -1,16 +1,15 @@
 """Every config of examples/ and of prime-rl is dry-run beside a config.json of its model's real size.
 
-Without a config.json a dry run skips every rule that reads one. The files of tests/cases/model_configs have the numbers
-of transformers' default config of each family; a model of another size is given as the keys that differ.
+Without a config.json a dry run skips every rule that reads one.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
+from cases.real_models import MODELS, family, fill_cache
 from huggingface_hub import constants
 
 from stretto.check.models import check_model, models_of
@@ -21,53 +20,8 @@ from stretto.config.sections.model import Family
 from stretto.data.hub_model import is_hub_name
 from stretto.launch.run.rl import plan_only
 from stretto.models.config import parse_config
-from stretto_plan.shapes import KNOWN
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = ROOT / "tests" / "cases" / "model_configs"
-
-
-def family(name: str, **keys: object) -> dict[str, Any]:
-    """The config.json of a family with other numbers."""
-    return json.loads((CONFIGS / f"{name}.json").read_text()) | keys
-
-
-def dense(layers: int, width: int, inner: int, heads: int, kv_heads: int = 8) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "layer_types": ["full_attention"] * layers, "max_window_layers": layers,
-    }  # fmt: skip
-
-
-def vision(text: dict[str, Any]) -> dict[str, Any]:
-    found = family("qwen3_vl")
-    found["text_config"] |= text
-    found["vision_config"]["out_hidden_size"] = text["hidden_size"]
-    return found
-
-
-_QWEN3_4B = family("qwen3", **dense(36, 2560, 9728, 32), head_dim=128)
-MODELS = {
-    **KNOWN,
-    "zai-org/GLM-5.1-FP8": KNOWN["zai-org/GLM-5-FP8"],
-    "zai-org/GLM-5-FP8": KNOWN["zai-org/GLM-5"]
-    | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-    "zai-org/GLM-5.3-BF16": KNOWN["zai-org/GLM-5"],
-    "zai-org/GLM-4.5-Air": family("glm4_moe"),
-    "PrimeIntellect/INTELLECT-3-Base": family("glm4_moe"),
-    "poolside/Laguna-XS-2.1": family("laguna"),
-    "lmsys/gpt-oss-20b-bf16": family(
-        "gpt_oss", num_hidden_layers=24, num_local_experts=32, layer_types=["sliding_attention", "full_attention"] * 12
-    ),
-    "Qwen/Qwen3-VL-4B-Instruct": vision(dense(36, 2560, 9728, 32)),
-    "Qwen/Qwen3-4B-Instruct-2507": _QWEN3_4B,
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": family("qwen2", **dense(28, 1536, 8960, 12, 2)),
-    "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT": KNOWN["Qwen/Qwen3-0.6B"],
-    "PrimeIntellect/Qwen3-1.7B-Wordle-SFT": family("qwen3", **dense(28, 2048, 6144, 16), head_dim=128),
-}  # fmt: skip
-MODELS["zai-org/GLM-5.1-FP8"] = MODELS["zai-org/GLM-5-FP8"]
-"""By name on the Hub: its config.json."""
-
 EXAMPLES, RL_FILES, SFT_FILES = (
     [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(pattern))]
     for pattern in ("examples/*/rl.toml", "tests/cases/prime_rl/rl/*.toml", "tests/cases/prime_rl/sft/*.toml")
@@ -78,13 +32,7 @@ EXAMPLES, RL_FILES, SFT_FILES = (
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The Hub's cache with the config.json of every model of the files; directories of models beside it."""
     cache = tmp_path / "cache"
-    for name, config in MODELS.items():
-        folder = cache / f"models--{name.replace('/', '--')}"
-        snapshot = folder / "snapshots" / "0"
-        snapshot.mkdir(parents=True)
-        (folder / "refs").mkdir()
-        (folder / "refs" / "main").write_text("0")
-        (snapshot / "config.json").write_text(json.dumps(config))
+    fill_cache(cache)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.chdir(tmp_path)
     return tmp_path

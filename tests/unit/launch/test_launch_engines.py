@@ -40,6 +40,19 @@ def test_a_single_node_is_one_engine_and_no_router():
     assert plan.base_urls == plan.admin_urls == ("http://localhost:8000",)
 
 
+def test_an_engine_whose_ranks_are_on_other_machines_too_takes_the_gpus_of_its_own():
+    whole = {"parallel": {"tp": 4, "dp": 4}, "engine": "vllm"}
+    for extra, num_gpus in (
+        ({}, 16),
+        ({"data_parallel_size_local": 2}, 8),
+        ({"data-parallel-size-local": 1, "headless": True}, 4),
+        ({"nnodes": 2, "node_rank": 1}, 8),
+        ({"nnodes": "two"}, 16),
+    ):
+        [engine] = planned(whole | {"vllm_extra": extra}, ["localhost"]).engines
+        assert engine.num_gpus == num_gpus, extra
+
+
 def test_replicas_on_one_node_have_a_router_that_admin_calls_bypass():
     plan = planned({"deployment": {"num_replicas": 2}, "parallel": {"tp": 2}}, ["10.0.0.1"])
     assert summary(plan) == [("inference_0", 0, 8100, 2, 1, 2), ("inference_1", 0, 8101, 2, 1, 2)]

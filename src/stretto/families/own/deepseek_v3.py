@@ -107,7 +107,7 @@ DEEPSEEK_V3 = Family(
         renderer="deepseek-v3",
         aliases={"kimi_k2": "kimi-k2"},
         uncut=UNCUT,
-        vllm=VllmTraits(has_own_head=True),
+        vllm=VllmTraits(has_own_head=True, prediction_key="num_nextn_predict_layers"),
         is_in_megatron=True,
         implied=Implied(expert_scores="sigmoid", has_shared_gate=False),
     ),

@@ -48,7 +48,7 @@ GLM4_MOE = Family(
     traits=Traits(
         renderer="glm-4.5",
         packs_in_transformers=True,
-        vllm=VllmTraits(has_own_head=True, adapts=True),
+        vllm=VllmTraits(has_own_head=True, adapts=True, prediction_key="num_nextn_predict_layers"),
         is_in_megatron=True,
         implied=Implied(expert_scores="sigmoid", has_shared_gate=False),
     ),

@@ -14,7 +14,7 @@ from stretto.base.errors import DataError
 from stretto.families.family import Family, Keys, Scratch, mlp_layer_types, sparse_layers
 from stretto.families.own import deepseek_v3
 from stretto.families.shape import IndexerShape, ModelConfig
-from stretto.families.traits import Implied, Traits
+from stretto.families.traits import Implied, Traits, VllmTraits
 
 _INDEXER_KEYS = Keys(num_heads="index_n_heads", head_dim=("index_head_dim", 128), top_k=("index_topk", 2048))
 """Fields of IndexerShape and their keys in config.json."""
@@ -132,6 +132,7 @@ GLM_MOE_DSA = _family(
         uncut=deepseek_v3.UNCUT,
         chooses_keys=True,
         packs_in_transformers=True,
+        vllm=VllmTraits(prediction_key="num_nextn_predict_layers"),
         implied=Implied(expert_scores="sigmoid", has_shared_gate=False),
         public={
             "zai-org/GLM-5": _GLM_5,
@@ -148,7 +149,9 @@ DEEPSEEK_V32 = _family(
     "deepseek_v32",
     "DeepseekV32ForCausalLM",
     is_interleaved=False,
-    traits=Traits(uncut=deepseek_v3.UNCUT, chooses_keys=True),
+    traits=Traits(
+        uncut=deepseek_v3.UNCUT, chooses_keys=True, vllm=VllmTraits(prediction_key="num_nextn_predict_layers")
+    ),
     index_n_heads=64,
     n_group=8,
     topk_group=4,

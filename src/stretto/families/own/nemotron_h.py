@@ -140,6 +140,7 @@ NEMOTRON_H = Family(
         vllm=VllmTraits(
             has_own_head=True,
             adapts_experts=False,
+            prediction_key="num_nextn_predict_layers",
             cpu_fault="has no experts without gates, as those of nemotron_h are",
             cpu_fault_key="n_routed_experts",
         ),

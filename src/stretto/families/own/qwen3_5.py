@@ -82,7 +82,7 @@ _TRAITS = Traits(
     renderer="qwen3.5",
     uncut={"tp": "its recurrent layers"},
     is_recurrent=True,
-    vllm=VllmTraits(is_bfloat16_on_cpu=True),
+    vllm=VllmTraits(is_bfloat16_on_cpu=True, prediction_key="mtp_num_hidden_layers"),
     implied=Implied(has_qk_norm=True, has_centred_norms=True, has_output_gate=True),
 )
 

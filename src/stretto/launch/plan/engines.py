@@ -28,6 +28,7 @@ from typing import Any
 from stretto.base.errors import ConfigError
 from stretto.base.ports import in_url
 from stretto.check.devices import check_nodes
+from stretto.config.flags.table import option_of
 from stretto.config.sections.engines import (
     PEERS_VAR,
     STORE_VARIABLE,
@@ -184,7 +185,7 @@ def _with_listen_address(engine: EngineSpec, hosts: Sequence[str]) -> EngineSpec
 def _replicas(section: InferenceSection, *, is_routed: bool) -> list[EngineSpec]:
     assert isinstance(section.deployment, SingleNode)
     count = section.deployment.num_replicas
-    gpus = section.parallel.num_gpus
+    gpus = _num_gpus_here(section)
     if count == 1 and not is_routed:
         return [EngineSpec("inference", "engine", 0, section, num_gpus=gpus)]
     first = _backend_port(section, is_routed=is_routed)
@@ -193,6 +194,14 @@ def _replicas(section: InferenceSection, *, is_routed: bool) -> list[EngineSpec]
         EngineSpec(name, "engine", 0, _process_section(section, first + replica), num_gpus=gpus)
         for replica, name in enumerate(names)
     ]
+
+
+def _num_gpus_here(section: InferenceSection) -> int:
+    """GPUs of an engine's process; its other ranks are on other machines if the user's options of vLLM say so."""
+    options = {option_of(name): value for name, value in section.vllm_extra.items()}
+    ranks, nodes = options.get("--data-parallel-size-local", section.parallel.dp), options.get("--nnodes", 1)
+    counts = (ranks, nodes) if isinstance(ranks, int) and isinstance(nodes, int) else (section.parallel.dp, 1)
+    return max(section.parallel.gpus_per_rank * counts[0] // max(counts[1], 1), 1)
 
 
 def _engines_of_nodes(section: InferenceSection, shape: MultiNode, hosts: Sequence[str]) -> list[EngineSpec]:
