@@ -88,11 +88,13 @@ class Dispatch:
             for gate in gates:
                 gate.set_limit(float("inf"))
 
-    def _follow(self, queues: Sequence[Queue]) -> None:
+    def _follow(self, queues: Sequence[Queue] | None) -> None:
+        """Set the gates of routers after a reading; None: the queues are not known, so everything is sent."""
         gates = [self._gates[url] for url in self._urls]
-        limit = sum(gate.limit for gate in gates)
+        limit, num_sent = sum(gate.limit for gate in gates), sum(gate.num_running for gate in gates)
+        limit = float("inf") if queues is None else limit_of(limit, num_sent, queues)
         for gate in gates:
-            gate.set_limit(limit_of(limit, sum(each.num_running for each in gates), queues) / len(gates))
+            gate.set_limit(limit / len(gates))
 
     async def send(self, what: str, body: bytes, headers: dict[str, str], session_id: str | None) -> tuple[str, bytes]:
         """Send a request and return the engine (or router) and its answer; what: its name in messages.
