@@ -62,13 +62,19 @@ class RequestGate:
         """Would `enter` return at once?"""
         return self.num_running + 1 <= self.limit and not self._waiting
 
+    def enter_now(self) -> bool:
+        """Send one more request if it need not wait; call `leave` after it."""
+        if not self.is_open:
+            return False
+        self.num_running += 1
+        return True
+
     async def enter(self, name: str = "", *, is_again: bool = False) -> None:
         """Wait until one more request may be sent; call `leave` after each.
 
         is_again: an engine has rejected it. Raises: Ended.
         """
-        if self.is_open:
-            self.num_running += 1
+        if self.enter_now():
             return
         turn = asyncio.get_running_loop().create_future()
         (self._waiting.appendleft if is_again else self._waiting.append)((name, turn))
