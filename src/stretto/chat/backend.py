@@ -80,6 +80,16 @@ class Backend(Protocol):
         """
         ...
 
+    def between(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+    ) -> Sequence[int] | None:
+        """What `bridge` puts behind the earlier tokens, if it need not look at all of them to know; else None."""
+        ...
+
     def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
         """The tokens that the model would sample for a reply.
 

@@ -129,6 +129,15 @@ class TemplateBackend:
         ]
         return Rendered(token_ids, [-1] * (len(token_ids) - len(added)) + owners_of(offsets, spans))
 
+    def between(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+    ) -> Sequence[int] | None:
+        return None
+
     def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
         try:
             asked = self._text(history, tools, True)
@@ -174,7 +183,7 @@ class TemplateBackend:
     def parse(
         self, completion_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Sequence[Message] | None
     ) -> Parsed:
-        tail = None if prompt_ids is None else self._tokenizer.decode(list(prompt_ids)[-32:])
+        tail = None if prompt_ids is None else self._tokenizer.decode(list(prompt_ids[-32:]))
         return self._parse(completion_ids, tail, tools)[0]
 
     def _parse(self, ids: Sequence[int], prompt: str | None, tools: Sequence[Message] | None) -> tuple[Parsed, bool]:

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from stretto.chat.family_backend import from_library
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import Tokenizer
 from stretto.config.sections.model import RendererSection
@@ -76,6 +77,8 @@ def lookup(key: str, times: int = 1) -> str:
     return f"{key}!" * times
 
 
+NEVER_PLAIN = ("deepseek-v4", "glm-5.3")
+"""Families of whose replies the library always looks at all tokens."""
 TEXTS = ["yes", "a b", "x=1\n\ny", "é", "ok.", "1"]
 THOUGHTS = [None, "hm", "so\nthen"]
 
@@ -178,3 +181,53 @@ def test_branches_are_what_the_engine_saw_and_every_sampled_token_is_trained_onc
     samples = to_samples([msgspec.structs.replace(group, advantages=(1.0,))])
     trained = np.concatenate([sample.logprobs[sample.loss_mask] for sample in samples])
     np.testing.assert_array_equal(trained, np.concatenate([logprobs for *_, logprobs in engine.seen]))
+
+
+REPLIES = [
+    "yes", " a b ", "\n\nso.\n", "x = 1\n\ny", "é ü 世界", "a < b", "<think>", "hm</think>so", '{"name": "f", "arguments": {}}',
+    "[1] {2}", "", " ", "1", "ok.\t", "<tool_call>", "◁think▷", "｜x｜",
+]  # fmt: skip
+ANSWERS = [
+    [{"role": "user", "content": "more"}],
+    [{"role": "user", "content": " \n more\n"}],
+    [{"role": "user", "content": ""}],
+    [{"role": "system", "content": "be brief"}, {"role": "user", "content": "<b> {x}"}],
+    [{"role": "tool", "content": "42", "tool_call_id": "1"}],
+    [{"role": "user", "content": "a", "name": "b"}],
+]
+
+
+def outcome(work):
+    """The result of a call, or the type of its error."""
+    try:
+        return work()
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_turns_are_what_the_library_makes_of_them(family):
+    renderer = renderer_of(family)
+    backend = renderer._backend
+    num_plain = 0
+    prompts = [
+        renderer.render_prompt([{"role": "user", "content": "a"}]),
+        renderer.render_prompt([{"role": "system", "content": "b"}, {"role": "user", "content": "word " * 20}]),
+        renderer.encode("a text that goes on"),
+    ]
+    for prompt in (*prompts, np.concatenate((prompts[0], renderer.encode("so "))), None):
+        for text in REPLIES:
+            for end in ([], *([each] for each in backend.stop_ids), [backend.stop_ids[0]] * 2):
+                reply, before = [*renderer.encode(text).tolist(), *end], None if prompt is None else prompt.tolist()
+                plain = backend._plain.parse(reply, prompt)
+                num_plain += plain is not None
+                if plain is not None:
+                    theirs = backend._backend.parse_response(reply, tools=None, prompt_ids=before)
+                    assert plain == from_library(theirs), (text, end)
+                for answer in ANSWERS if prompt is not None else ():
+                    between = outcome(lambda: backend.between(prompt, reply, answer, None))
+                    if isinstance(between, tuple):
+                        num_plain += 1
+                        theirs = outcome(lambda: backend._backend.bridge_to_next_turn(before, reply, answer, tools=None))
+                        assert theirs.token_ids == [*before, *reply, *between], (text, end, answer)
+    assert num_plain or family in NEVER_PLAIN

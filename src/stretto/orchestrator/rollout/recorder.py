@@ -11,11 +11,13 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from stretto.base.aio import Deadline, Limit
 from stretto.base.errors import EnvError
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.data.messages import checked_messages
@@ -55,14 +57,21 @@ class Budget:
     num_turns: int = 0  # completed
     num_tokens: int = 0
     engine_s: float = 0.0  # waited for replies
-    deadline: float | None = None  # the event loop's time at which turns end, from the second one on
+    deadline: Deadline | None = None  # of the group: turns end at it, from the second one on
     limit: Reason | None = None  # which limit has ended the episode, if one has
     owners: list[str] = field(default_factory=list)  # agent of each reply, in the order of the requests
     turns: list[Turn] = field(default_factory=list)  # whole ones, of all agents: with them the episode is played again
     _num_open_turns: int = 0
     _num_reserved_tokens: int = 0  # of open turns
-    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
-    _turn_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @cached_property
+    def _queue(self) -> asyncio.Lock:
+        """First come, first served."""
+        return asyncio.Lock()
+
+    @cached_property
+    def _turn_ended(self) -> asyncio.Event:
+        return asyncio.Event()
 
     @property
     def age_s(self) -> float:
@@ -113,7 +122,8 @@ class Budget:
         if num_tokens is not None:
             self.num_turns += 1
             self.num_tokens += num_tokens
-        self._turn_ended.set()
+        if self.limits.max_tokens is not None:  # else nobody waits for it
+            self._turn_ended.set()
 
     async def _grant(self, num_requested: int, max_tokens: int) -> int:
         while True:
@@ -404,11 +414,12 @@ class Recorder(RolloutContext):
         deadline = self.budget.deadline if self.num_turns else None
         if deadline is None:
             return await self._within_limits(request, temperature, branch)
+        limit = Limit(deadline)
         try:
-            async with asyncio.timeout_at(deadline) as timeout:
+            with limit:
                 return await self._within_limits(request, temperature, branch)
         except TimeoutError:
-            if not timeout.expired():
+            if not limit.is_over:
                 raise
             raise self.budget.reach(Reason.DEADLINE, "the episode has had its time (rollout_timeout_s)") from None
 
@@ -519,7 +530,7 @@ def deep_copy(value: Any) -> Any:
     Called for every message of every turn; `copy.deepcopy` takes three times as long.
     """
     if isinstance(value, dict):
-        return {key: deep_copy(each) for key, each in value.items()}
+        return {key: each if isinstance(each, str) else deep_copy(each) for key, each in value.items()}
     if isinstance(value, list):
         return [deep_copy(each) for each in value]
     if isinstance(value, tuple):
