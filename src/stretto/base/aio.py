@@ -101,13 +101,13 @@ class Deadline:
 
 
 class Limit(Call):
-    """`with Limit(deadline):` ends with a TimeoutError if its deadline comes before its end."""
+    """`with Limit(deadline):` ends with a TimeoutError if its deadline, should it have one, comes before its end."""
 
     __slots__ = ("deadline",)
 
-    def __init__(self, deadline: Deadline) -> None:
+    def __init__(self, deadline: Deadline | None) -> None:
         super().__init__()
-        self.deadline: Deadline | None = deadline
+        self.deadline = deadline
 
     @property
     def is_over(self) -> bool:

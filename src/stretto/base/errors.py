@@ -44,7 +44,7 @@ class WireError(StrettoError):
     """Two processes do not understand each other: schema, version or network."""
 
 
-class boundary:  # noqa: N801, used as a function
+class boundary:
     """Turn any exception except a StrettoError into `kind`, with `where` in its message.
 
     Use it only at the named boundaries: a rollout, a server request, a monitor, the launcher.

@@ -209,7 +209,7 @@ def call(function: Callable[..., Any], inputs: Any, kwargs: dict[str, Any], wher
 # -- the guard --
 
 
-class guarded:  # noqa: N801, used as a function
+class guarded:
     """Turn any exception of the user code inside into `kind`, with `where`, file and line in its message.
 
     A StrettoError and a cancellation of this task pass unchanged.

@@ -70,7 +70,7 @@ _LONGEST_TAIL = 32
 """Tokens of the longest beginning of a reply, with the end of the message before it."""
 _MAX_TAILS = 64
 """Beginnings of replies for which the library is asked: a template has few, where messages end with an end token."""
-_LONGEST_KEPT = 4096
+_LONGEST_KEPT = 1024
 """Characters of the longest messages that are remembered."""
 _PROBES = ("a", " a b ", "\n\na\n b\n", "b.\n\n", "\ta  1", " \n")
 _TRIMS: tuple[Callable[[str], str], ...] = (
@@ -88,8 +88,8 @@ _TRIMS: tuple[Callable[[str], str], ...] = (
 class PlainTurns:
     """Replies of text and one end token, and messages of text behind them.
 
-    What the library makes of such a reply depends on how it begins (the tail: the prompt from its last end token on) and
-    on its end token, and so does what it puts between the reply and the next one. It is asked once for each, with
+    What the library makes of such a reply depends on how it begins (the tail: the prompt from its last end token on)
+    and on its end token, and so does what it puts between the reply and the next one. It is asked once for each, with
     probes in the place of the reply.
     """
 
@@ -97,7 +97,7 @@ class PlainTurns:
         self._backend, self._tokenizer = backend, tokenizer
         self._stop_ids, self._marks = frozenset(stop_ids), frozenset(tokenizer.added_ids)
         self._trims: dict[tuple[tuple[int, ...], int], Callable[[str], str] | None] = {}  # by tail and end token
-        self._between = lru_cache(maxsize=512)(self._find_between)
+        self._between = lru_cache(maxsize=4096)(self._find_between)
 
     def parse(self, reply_ids: Sequence[int], prompt_ids: Sequence[int] | None) -> Parsed | None:
         """What a reply says; None if the library has to look at it."""

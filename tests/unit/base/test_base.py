@@ -428,6 +428,6 @@ async def test_waits_of_about_one_time_share_a_deadline():
     deadlines, loop = aio.Deadlines(), asyncio.get_running_loop()
     first, second, short = deadlines.after(600.0), deadlines.after(600.0), deadlines.after(0.01)
     assert first is second is not short
-    assert 600 <= first.when - loop.time() + 0.1 and first.when - loop.time() <= 600 * (1 + aio.LATE_SHARE)
+    assert first.when - loop.time() + 0.1 >= 600 and first.when - loop.time() <= 600 * (1 + aio.LATE_SHARE)
     await asyncio.sleep(0.02)
     assert deadlines.after(0.01) is not short and len(deadlines._known) == 2  # what is over is forgotten

@@ -184,7 +184,8 @@ def test_branches_are_what_the_engine_saw_and_every_sampled_token_is_trained_onc
 
 
 REPLIES = [
-    "yes", " a b ", "\n\nso.\n", "x = 1\n\ny", "é ü 世界", "a < b", "<think>", "hm</think>so", '{"name": "f", "arguments": {}}',
+    "yes", " a b ", "\n\nso.\n", "x = 1\n\ny", "é ü 世界", "a < b", "<think>", "hm</think>so",
+    '{"name": "f", "arguments": {}}',
     "[1] {2}", "", " ", "1", "ok.\t", "<tool_call>", "◁think▷", "｜x｜",
 ]  # fmt: skip
 ANSWERS = [
@@ -203,6 +204,16 @@ def outcome(work):
         return work()
     except Exception as error:
         return type(error)
+
+
+def is_equally_bridged(backend, prompt, reply, answer) -> bool:
+    """Whether an answer is put behind a reply without a look at all tokens; it must be what the library does."""
+    between = outcome(lambda: backend.between(prompt, reply, answer, None))
+    if not isinstance(between, tuple):
+        return False
+    theirs = backend._backend.bridge_to_next_turn(prompt.tolist(), reply, answer, tools=None)
+    assert theirs.token_ids == [*prompt, *reply, *between], (reply, answer)
+    return True
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -225,9 +236,5 @@ def test_plain_turns_are_what_the_library_makes_of_them(family):
                     theirs = backend._backend.parse_response(reply, tools=None, prompt_ids=before)
                     assert plain == from_library(theirs), (text, end)
                 for answer in ANSWERS if prompt is not None else ():
-                    between = outcome(lambda: backend.between(prompt, reply, answer, None))
-                    if isinstance(between, tuple):
-                        num_plain += 1
-                        theirs = outcome(lambda: backend._backend.bridge_to_next_turn(before, reply, answer, tools=None))
-                        assert theirs.token_ids == [*before, *reply, *between], (text, end, answer)
+                    num_plain += is_equally_bridged(backend, prompt, reply, answer)
     assert num_plain or family in NEVER_PLAIN

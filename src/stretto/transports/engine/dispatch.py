@@ -93,44 +93,45 @@ class Dispatch:
 
         Raises: EngineError; gate.Ended if it was ended before it was sent.
         """
+        attempt, was_full = 0, False
         limit = Limit(self._deadlines.after(self._timeout_s))
         try:
             with limit:
-                return await self._until_answered(what, body, headers, session_id, limit)
+                while True:
+                    url = self.choose(session_id, attempt)
+                    try:
+                        return url, await self._attempt(url, body, headers, what, limit, is_again=was_full)
+                    except http.Full as error:
+                        was_full = True
+                        self._check_rejects(url, what, error)
+                    except http.Unavailable as error:
+                        logger.info("%s: %s; waiting", what, error)
+                        await asyncio.sleep(_UNAVAILABLE_S)
+                        await self._fleet.wait_for_any()
+                    except http.Transient as error:
+                        await self._wait_after(error, url, what, attempt)
+                        attempt += 1
         except TimeoutError:
             if not limit.is_over:
                 raise
             raise EngineError(f"{what}: no answer from {', '.join(self._urls)} in {self._timeout_s:g} s") from None
 
-    async def _until_answered(
-        self, what: str, body: bytes, headers: dict[str, str], session_id: str | None, limit: Limit
-    ) -> tuple[str, bytes]:
-        attempt, was_full = 0, False
-        while True:
-            url = self.choose(session_id, attempt)
-            try:
-                return url, await self._attempt(url, body, headers, what, limit, is_again=was_full)
-            except http.Full as error:
-                was_full = True
-                if (waited_s := self._gates[url].rejects_for_s) > self._recovery_timeout_s:
-                    reason = f"it has none of our requests and has accepted none for {waited_s:.0f} s"
-                    raise EngineError(f"{what}: {error}; {reason} (client.recovery_timeout_s)") from error
-                logger.debug("%s: %s; waiting", what, error)
-                continue
-            except http.Unavailable as error:
-                logger.info("%s: %s; waiting", what, error)
-                await asyncio.sleep(_UNAVAILABLE_S)
-                await self._fleet.wait_for_any()
-                continue
-            except http.Transient as error:
-                if attempt >= self._max_retries:
-                    raise EngineError(f"{what}: {error} (after {attempt + 1} attempts)") from error
-                logger.warning("%s: %s; trying again", what, error)
-                if isinstance(error, http.Lost):
-                    self._fleet.suspect(url)
-            await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
-            attempt += 1
-            await self._fleet.wait_for_any()
+    def _check_rejects(self, url: str, what: str, error: http.Full) -> None:
+        """Raises: EngineError if an engine rejects everything for too long."""
+        if (waited_s := self._gates[url].rejects_for_s) > self._recovery_timeout_s:
+            reason = f"it has none of our requests and has accepted none for {waited_s:.0f} s"
+            raise EngineError(f"{what}: {error}; {reason} (client.recovery_timeout_s)") from error
+        logger.debug("%s: %s; waiting", what, error)
+
+    async def _wait_after(self, error: http.Transient, url: str, what: str, attempt: int) -> None:
+        """Wait before another attempt. Raises: EngineError after the last one."""
+        if attempt >= self._max_retries:
+            raise EngineError(f"{what}: {error} (after {attempt + 1} attempts)") from error
+        logger.warning("%s: %s; trying again", what, error)
+        if isinstance(error, http.Lost):
+            self._fleet.suspect(url)
+        await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
+        await self._fleet.wait_for_any()
 
     async def _attempt(
         self, url: str, body: bytes, headers: dict[str, str], what: str, limit: Limit, *, is_again: bool

@@ -161,8 +161,8 @@ async def keep_busy(
     """Read the engines' queues and pass them on at intervals; runs for ever.
 
     readings: metrics of every engine that is up, by its address; raises EngineError if one does not answer. apply: gets
-    None once the first reading, or MAX_SILENT later ones in a row, lack an engine's queue; one that has just started may
-    not tell it yet.
+    None once the first reading, or MAX_SILENT later ones in a row, lack an engine's queue; one that has just started
+    may not tell it yet.
     """
     num_silent = MAX_SILENT - 1  # until they have told it once, a single reading without it is enough
     while True:
