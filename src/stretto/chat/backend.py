@@ -84,6 +84,7 @@ class Backend(Protocol):
         self,
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
+        history: Sequence[Message],
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
     ) -> Sequence[int] | None:

@@ -108,13 +108,19 @@ class PlainTurns:
         return Parsed(trim(text))
 
     def between(
-        self, prompt_ids: Sequence[int], reply_ids: Sequence[int], messages: Sequence[Message]
+        self, prompt_ids: Sequence[int], reply_ids: Sequence[int], reply: Message, messages: Sequence[Message]
     ) -> tuple[int, ...] | None:
-        """The tokens from the end of a reply to the beginning of the next one; None if the library has to find them."""
+        """The tokens from the end of a reply to the beginning of the next one; None if the library has to find them.
+
+        reply: the message that was read in reply_ids.
+        """
         if not all(isinstance(value, str) for message in messages for value in message.values()):
             return None
         ids = _as_list(reply_ids)
-        if self._text_of(ids) is None or not (tail := self._tail_of(prompt_ids)):
+        text = reply.get("content") if len(reply) == 2 else None  # else it has a thought or calls
+        if not isinstance(text, str) or not self._is_text(ids) or _MARK.search(text):
+            return None
+        if not (tail := self._tail_of(prompt_ids)):
             return None
         if self._trim_after(tail, ids[-1]) is None:
             return None
@@ -122,9 +128,13 @@ class PlainTurns:
         find = self._between if is_short else self._find_between
         return find(tail, ids[-1], tuple(tuple(message.items()) for message in messages))
 
+    def _is_text(self, ids: list[int]) -> bool:
+        """Are the tokens of a reply text and one end token?"""
+        return len(ids) > 1 and ids[-1] in self._stop_ids and self._marks.isdisjoint(ids[:-1])
+
     def _text_of(self, ids: list[int]) -> str | None:
         """The text of a reply before its end token, if it is text alone."""
-        if len(ids) < 2 or ids[-1] not in self._stop_ids or not self._marks.isdisjoint(ids[:-1]):
+        if not self._is_text(ids):
             return None
         text = self._tokenizer.decode(ids[:-1])
         return None if _MARK.search(text) else text
@@ -216,10 +226,11 @@ class FamilyBackend:
         self,
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
+        history: Sequence[Message],
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
     ) -> Sequence[int] | None:
-        return None if tools is not None else self._plain.between(prompt_ids, completion_ids, messages)
+        return None if tools else self._plain.between(prompt_ids, completion_ids, history[-1], messages)
 
     def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
         rendered = self._backend.render([*history, reply], tools=tools)

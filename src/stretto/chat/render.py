@@ -205,7 +205,7 @@ class Renderer:
         """
         new = self._plain(new_messages)
         if self.image_token_id is None:
-            between = self._backend.between(prompt_ids, completion_ids, new, tools)
+            between = self._backend.between(prompt_ids, completion_ids, history, new, tools)
             if between is not None:
                 return np.concatenate((prompt_ids, completion_ids, between), dtype=np.int32, casting="unsafe")
         bridged = self._bridge(prompt_ids, completion_ids, history, new, tools)

@@ -133,6 +133,7 @@ class TemplateBackend:
         self,
         prompt_ids: Sequence[int],
         completion_ids: Sequence[int],
+        history: Sequence[Message],
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
     ) -> Sequence[int] | None:

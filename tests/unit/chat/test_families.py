@@ -206,9 +206,11 @@ def outcome(work):
         return type(error)
 
 
-def is_equally_bridged(backend, prompt, reply, answer) -> bool:
+def is_equally_bridged(renderer, prompt, reply, answer) -> bool:
     """Whether an answer is put behind a reply without a look at all tokens; it must be what the library does."""
-    between = outcome(lambda: backend.between(prompt, reply, answer, None))
+    backend = renderer._backend
+    message = outcome(lambda: renderer.parse(reply, prompt))
+    between = outcome(lambda: backend.between(prompt, reply, [message], answer, None))
     if not isinstance(between, tuple):
         return False
     theirs = backend._backend.bridge_to_next_turn(prompt.tolist(), reply, answer, tools=None)
@@ -236,5 +238,5 @@ def test_plain_turns_are_what_the_library_makes_of_them(family):
                     theirs = backend._backend.parse_response(reply, tools=None, prompt_ids=before)
                     assert plain == from_library(theirs), (text, end)
                 for answer in ANSWERS if prompt is not None else ():
-                    num_plain += is_equally_bridged(backend, prompt, reply, answer)
+                    num_plain += is_equally_bridged(renderer, prompt, reply, answer)
     assert num_plain or family in NEVER_PLAIN
