@@ -76,12 +76,12 @@ def checked_messages(messages: Sequence[Any], where: str, *, first: int = 0) -> 
     Raises: EnvError that names the message and what to give in its place.
     """
     return [
-        dict(message) if _is_plain(message) else _checked(message, f"{where}[{index}]")
+        dict(message) if is_plain(message) else _checked(message, f"{where}[{index}]")
         for index, message in enumerate(messages, first)
     ]
 
 
-def _is_plain(message: Any) -> bool:
+def is_plain(message: Any) -> bool:
     """Whether a message has a role and a text, and nothing else: most do, and there is nothing to check."""
     if type(message) is not dict or len(message) != 2 or message.get("role") not in ROLES:
         return False
