@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 _MAX_ABORTS = 10  # of one request before it is an error
 _POLL_S = 0.05
 _ROUTER_TIMEOUT_S = 120.0
-
-
 NUM_DECODED = 16
 """Tokens that an engine samples after a canary, to compare decoding with reading."""
 
@@ -102,11 +100,10 @@ class EngineClient:
 
         Raises: EngineError.
         """
-        is_split = self._splits_samples and request.n > 1
-        return self._generate_each(request) if is_split else self._generate_samples(request)
+        generate = self._generate_each if self._splits_samples and request.n > 1 else self._generate_samples
+        return generate(request)
 
     async def _generate_each(self, request: GenerateRequest) -> list[Completion]:
-        """The samples of an HTTP request each."""
         async with task_group() as group:
             tasks = [group.create_task(self._generate_samples(request.sample(i))) for i in range(request.n)]
         return [task.result()[0] for task in tasks]
