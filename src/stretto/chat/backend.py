@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stretto.chat.tool_calls import Call
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Int
 
 Message = dict[str, Any]
 
@@ -82,8 +86,8 @@ class Backend(Protocol):
 
     def between(
         self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
+        completion_ids: Sequence[int] | Int[np.ndarray, " completion"],
         history: Sequence[Message],
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
@@ -99,7 +103,10 @@ class Backend(Protocol):
         ...
 
     def parse(
-        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Sequence[Message] | None
+        self,
+        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"] | None,
+        tools: Sequence[Message] | None,
     ) -> Parsed:
         """What a completion says."""
         ...

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -26,6 +26,9 @@ from stretto.chat.backend import Message, Parsed, Rendered, Reply
 from stretto.chat.tokenizer import Tokenizer
 from stretto.chat.tool_calls import Call
 from stretto.config.sections.model import RendererSection
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 
 class _Openai(ModuleType):
@@ -99,7 +102,9 @@ class PlainTurns:
         self._trims: dict[tuple[tuple[int, ...], int], Callable[[str], str] | None] = {}  # by tail and end token
         self._between = lru_cache(maxsize=4096)(self._find_between)
 
-    def parse(self, reply_ids: Sequence[int], prompt_ids: Sequence[int] | None) -> Parsed | None:
+    def parse(
+        self, reply_ids: Sequence[int], prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"] | None
+    ) -> Parsed | None:
         """What a reply says; None if the library has to look at it."""
         ids = _as_list(reply_ids)
         text, tail = self._text_of(ids), self._tail_of(prompt_ids)
@@ -108,7 +113,11 @@ class PlainTurns:
         return Parsed(trim(text))
 
     def between(
-        self, prompt_ids: Sequence[int], reply_ids: Sequence[int], reply: Message, messages: Sequence[Message]
+        self,
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
+        reply_ids: Sequence[int] | Int[np.ndarray, " reply"],
+        reply: Message,
+        messages: Sequence[Message],
     ) -> tuple[int, ...] | None:
         """The tokens from the end of a reply to the beginning of the next one; None if the library has to find them.
 
@@ -139,7 +148,7 @@ class PlainTurns:
         text = self._tokenizer.decode(ids[:-1])
         return None if _MARK.search(text) else text
 
-    def _tail_of(self, prompt_ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    def _tail_of(self, prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"] | None) -> tuple[int, ...] | None:
         if prompt_ids is None:
             return ()
         last = _as_list(prompt_ids[-_LONGEST_TAIL:])
@@ -224,8 +233,8 @@ class FamilyBackend:
 
     def between(
         self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
+        completion_ids: Sequence[int] | Int[np.ndarray, " completion"],
         history: Sequence[Message],
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
@@ -250,7 +259,10 @@ class FamilyBackend:
         return Reply(ids, [True] * len(ids), before, self._with_owners(rendered).owners[: len(before)])
 
     def parse(
-        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Sequence[Message] | None
+        self,
+        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"] | None,
+        tools: Sequence[Message] | None,
     ) -> Parsed:
         if (plain := self._plain.parse(completion_ids, prompt_ids)) is not None:
             return plain
@@ -265,7 +277,7 @@ class FamilyBackend:
         return Rendered(ids, [owner if text else -1 for owner, text in zip(owners, is_text)])
 
 
-def _as_list(token_ids: Sequence[int]) -> list[int]:
+def _as_list(token_ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> list[int]:
     if isinstance(token_ids, np.ndarray):
         return token_ids.tolist()
     return token_ids if isinstance(token_ids, list) else list(token_ids)

@@ -14,7 +14,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.backend import Message, Parsed, Rendered, Reply
@@ -25,6 +25,10 @@ from stretto.chat.template_traits import Thinking, as_parts, find_traits, shows_
 from stretto.chat.templates import ChatTemplate
 from stretto.chat.tokenizer import Tokenizer
 from stretto.chat.tool_calls import ALIASES, FORMAT_MARKS, FORMATS, LIBRARY_FORMATS, TEXT_FORMATS, UNMARKED
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Int
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +135,8 @@ class TemplateBackend:
 
     def between(
         self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
+        completion_ids: Sequence[int] | Int[np.ndarray, " completion"],
         history: Sequence[Message],
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
@@ -182,7 +186,10 @@ class TemplateBackend:
     # -- tokens to messages --
 
     def parse(
-        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Sequence[Message] | None
+        self,
+        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"] | None,
+        tools: Sequence[Message] | None,
     ) -> Parsed:
         tail = None if prompt_ids is None else self._tokenizer.decode(list(prompt_ids[-32:]))
         return self._parse(completion_ids, tail, tools)[0]
