@@ -43,10 +43,10 @@ from runs import start_rl, untrained_model
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.launch.engines import fleet_of
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
+from stretto_clusters.engines import fleet_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS_PER_S, SEQUENCES, REPLY_TOKENS = 200.0, 24, 16

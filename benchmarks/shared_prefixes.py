@@ -5,7 +5,8 @@
 turns: groups of 8 samples of 4 turns, an observation and a reply each, that part after the first, second and third
 turn; 60 % of all tokens repeat what another sample of the group begins with, and the replies in them are trained in
 each sample. common: the same samples with one beginning for all 8, 60 % of each sample. prompts: groups of 8 with a
-long prompt and short replies. long: the same with documents beyond those of the kernels in C.
+long prompt and short replies; short: a short one and short replies; little: a short one and long replies. long: as
+prompts with documents beyond those of the kernels in C.
 
 The orchestrator packs the samples as it does for each setting, and a learner of each trains on them, step by step in
 turns in one process. Time is the processor time of one thread; tokens are all tokens of all samples, computed or not.
@@ -20,7 +21,7 @@ import json
 import os
 import statistics
 import time
-from typing import Any, get_args
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -36,13 +37,15 @@ from stretto.records.row_packing import PrefixTree
 from stretto.records.sample import MicroBatch, TrainSample
 from stretto.trainer.learner import Learner
 
-MODES: tuple[SharedPrefixes, ...] = get_args(SharedPrefixes)
+MODES: tuple[SharedPrefixes, ...] = ("off", "prompts", "tree")
 GROUP = 8
 SHAPES: dict[str, dict[str, Any]] = {
     # widths: how many branches each turn has; tokens: how many a turn has, 20 % more or less
     "turns": {"widths": (1, 2, 2, 8), "tokens": (110, 100, 100, 100), "row_tokens": 2048},
     "common": {"widths": (1, 8), "tokens": (246, 164), "row_tokens": 2048},
     "prompts": {"widths": (1, 8), "tokens": (440, 48), "row_tokens": 2048, "has_prompt": True},
+    "short": {"widths": (1, 8), "tokens": (26, 24), "row_tokens": 2048, "has_prompt": True},
+    "little": {"widths": (1, 8), "tokens": (20, 180), "row_tokens": 2048, "has_prompt": True},
     "long": {"widths": (1, 8), "tokens": (1536, 64), "row_tokens": 4096, "has_prompt": True},
 }
 MODEL = {"num_heads": 8, "num_kv_heads": 4, "max_position_embeddings": 4096}

@@ -22,17 +22,19 @@ NEEDS = {
     "doctor": ("bench", "plan"),
     "broadcast": ("tests/wires/test_collective.py", "tests/wires/test_delta.py", "tests/wires/test_ipc.py"),
     "hubs": ("agents",),
-    "plan": ("bench",),
+    "plan": ("bench", "python"),
     "repair": ("sandbox",),
-    "review": ("view",),
+    "review": ("python", "view"),
+    "view": ("python",),
     "vime": ("megatron",),
     "vllm": ("broadcast",),
 }
 """Add-ons that use others, and go with them."""
 TESTS = {
-    "clusters": ("tests/cluster",),
+    "clusters": ("tests/cluster", "tests/e2e/test_engines.py"),
     "hubs": ("tests/e2e/hubs",),
     "routers": ("tests/wires/test_two_routers.py", "tests/contract/routing", "tests/e2e/routers"),
+    "preference": ("tests/cases/pairs.py", "tests/dist/pairs", "tests/e2e/beside/test_reward_models.py"),
     "service": (
         "tests/wires/test_tenant_rank.py",
         "tests/wires/test_tenant_verb.py",
@@ -60,9 +62,11 @@ sys.path[:] = [path for path in sys.path if path == {source!r} or not Path(path,
 
 
 def with_those_that_need(names: Sequence[str]) -> list[str]:
-    """The add-ons, and all that use one of them."""
+    """The add-ons, and all that use one of them, also by way of another."""
     gone = set(ADD_ONS if "all" in names else names)
-    return sorted(gone | {user for user, used in NEEDS.items() if gone & set(used)})
+    while more := {user for user, used in NEEDS.items() if gone & set(used)} - gone:
+        gone |= more
+    return sorted(gone)
 
 
 def copy_without(names: Sequence[str], into: Path, parts: Sequence[str] = (".",)) -> Path:

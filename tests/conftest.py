@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import re
 import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+# What is imported and collected stays to the end: no garbage collection needs to look at it, now or later.
+gc.disable()
 
 # Early: pytest compiles it at its very end otherwise, where CPython 3.11's parser now and then fails.
 try:
@@ -34,6 +39,10 @@ if str(SOURCE) not in sys.path:
 # Tests start processes, which must find the package too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
 
+FILE_MARKS = re.compile(r"^pytestmark = .*", re.M)
+ONE_SITE = dict.fromkeys(("test_site.py", "test_search.py"), "site")
+MARK = re.compile(r"pytest\.mark\.(\w+)")
+
 # Where beartype is not installed nothing is checked: python -m tests.gpu needs little else than torch.
 if find_spec("beartype") and find_spec("jaxtyping"):
     sys.path.insert(0, str(Path(__file__).parent))
@@ -55,14 +64,30 @@ if hypothesis is not None:
         hypothesis.settings.load_profile("ci")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which `-m` leaves nothing is not imported: one whose `pytestmark` is a mark that must not be there."""
+    if collection_path.suffix != ".py" or " or " in (chosen := config.getoption("markexpr")) or "(" in chosen:
+        return None
+    found = FILE_MARKS.search(collection_path.read_text())
+    marks = MARK.findall(found[0]) if found else ()
+    return True if any(f"not {mark}" in chosen.split(" and ") for mark in marks) else None
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)  # Python's own 700 takes a thirtieth of the time
+    gc.enable()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """As `--dist loadfile`, but one worker gets what is tested with vLLM, and imports it once for all."""
+    """As `--dist loadfile`, but one worker imports vLLM and gets what is tested with it, and one builds the site."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "vllm" if "[vllm" in nodeid else super()._split_scope(nodeid)
+            file = nodeid.partition("::")[0]
+            return "vllm" if "[vllm" in nodeid else ONE_SITE.get(Path(file).name, file)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from stretto.base.errors import EngineError
@@ -268,8 +269,10 @@ class FakeTrainer:
         die_after: int | None = None,
         time_s: float = 0.0,
         publish_s: float = 0.0,
+        shares_prefixes: bool = False,
     ) -> None:
         self.max_steps, self.start, self.world_size, self.time_s = max_steps, start, world_size, time_s
+        self.shares_prefixes = shares_prefixes
         self.published, self.publish_s = start, publish_s
         self.step_delay, self.checkpoint_every, self.die_after = step_delay, checkpoint_every, die_after
         self.step = start
@@ -284,11 +287,13 @@ class FakeTrainer:
 
     async def wait_registered(self, timeout_s: float | None = None) -> list[Register]:
         self._training = asyncio.create_task(self._train())
-        resumed = self.start or None
-        return [
-            Register(rank=r, world_size=self.world_size, resumed_step=resumed, version=self.start)
-            for r in range(self.world_size)
-        ]
+        said = Register(
+            world_size=self.world_size,
+            resumed_step=self.start or None,
+            version=self.start,
+            shares_prefixes=self.shares_prefixes,
+        )
+        return [msgspec.structs.replace(said, rank=rank) for rank in range(self.world_size)]
 
     async def next_event(self) -> Event:
         return await self._events.get()

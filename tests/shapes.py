@@ -35,6 +35,7 @@ ROOMS = (
     "stretto.trainer",
     "stretto.transports",
     "stretto.vime",
+    "stretto_preference",
     "stretto_service",
     "stretto_vime",
 )
@@ -44,32 +45,77 @@ THIS_FILE = Path(__file__).read_bytes()
 IMPORT = ast.parse("from shapes import checked as checked_shapes").body
 
 
+class Checks:
+    """Checks of what a function is given and gives; functions that the same `def` makes anew share them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        hints = get_type_hints(function, include_extras=True)  # raises for a name that is not imported
+        self.signature = Signature(
+            [p.replace(annotation=hints.get(p.name, p.empty)) for p in signature(function).parameters.values()],
+            return_annotation=hints.get("return", Signature.empty),
+        )
+        self.form = forms_of(self.signature)
+        self.passed: set[Any] = set()
+        self.looks_always = any(looks_deeper(hint) for name, hint in hints.items() if name != "return")
+        self.has_result, self.result_looks_always = "return" in hints, looks_deeper(hints.get("return"))
+        self._names = {name: getattr(function, name) for name in ("__module__", "__name__", "__qualname__")}
+
+    @functools.cached_property
+    def before(self) -> Callable[..., None]:
+        """Raises for arguments of other shapes or dtypes."""
+
+        def check_arguments(*_: Any, **__: Any) -> None: ...
+
+        return self._check(check_arguments, self.signature.replace(return_annotation=Signature.empty))
+
+    @functools.cached_property
+    def after(self) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        """Raises for a result of other shapes or dtypes than these arguments ask for."""
+        results: list[Any] = []
+
+        def check_result(*_: Any, **__: Any) -> Any:
+            return results.pop()
+
+        with_result = self._check(check_result, self.signature)
+
+        def after(result: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            results.append(result)
+            with_result(*args, **named)
+
+        return after
+
+    def _check(self, function: Callable[..., Any], given: Signature) -> Callable[..., Any]:
+        for name, value in self._names.items():
+            setattr(function, name, value)
+        function.__signature__ = given
+        return jaxtyped(function, typechecker=beartype)
+
+
+_checks: dict[tuple[str, CodeType], Checks] = {}
+
+
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which raises for arrays of other shapes or dtypes; where torch.compile traces it, itself.
 
     What has passed is not checked again, because a check takes longer than most functions. It looks at the form of
     what it is given (`form_of`) and, by some hints, at more: their arguments are checked at every call.
     """
-    hints = get_type_hints(function, include_extras=True)  # raises for a name that is not imported
-    parameters = signature(function).parameters.values()
-    function.__signature__ = Signature(
-        [p.replace(annotation=hints.get(p.name, p.empty)) for p in parameters],
-        return_annotation=hints.get("return", Signature.empty),
-    )
-    form, passed = forms_of(function.__signature__), set()
-    looks_always = any(looks_deeper(hint) for name, hint in hints.items() if name != "return")
-    has_result, result_looks_always = "return" in hints, looks_deeper(hints.get("return"))
-    before, after = _checks_around(function)
+    key = (function.__code__.co_filename, function.__code__)
+    if (checks := _checks.get(key)) is None:
+        checks = _checks[key] = Checks(function)
+    function.__signature__ = checks.signature
+    form, passed, looks_always = checks.form, checks.passed, checks.looks_always
+    has_result, result_looks_always = checks.has_result, checks.result_looks_always
     if iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def call_async(*args: Any, **named: Any) -> Any:
             if (given := form(args, named)) not in passed or looks_always:
-                before(*args, **named)
+                checks.before(*args, **named)
                 passed.add(given)
             result = await function(*args, **named)
             if has_result and ((both := (given, form_of(result))) not in passed or result_looks_always):
-                after(result, args, named)
+                checks.after(result, args, named)
                 passed.add(both)
             return result
 
@@ -81,37 +127,15 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         if torch is not None and torch.compiler.is_compiling():
             return function(*args, **named)
         if (given := form(args, named)) not in passed or looks_always:
-            before(*args, **named)
+            checks.before(*args, **named)
             passed.add(given)
         result = function(*args, **named)
         if has_result and ((both := (given, form_of(result))) not in passed or result_looks_always):
-            after(result, args, named)
+            checks.after(result, args, named)
             passed.add(both)
         return result
 
     return call
-
-
-def _checks_around(function: Callable[..., Any]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Checks of the arguments before a call, and of its result with them after it."""
-    results: list[Any] = []
-
-    @functools.wraps(function)
-    def check_arguments(*_: Any, **__: Any) -> None: ...
-
-    check_arguments.__signature__ = function.__signature__.replace(return_annotation=Signature.empty)
-
-    @functools.wraps(function)
-    def check_result(*_: Any, **__: Any) -> Any:
-        return results.pop()
-
-    before, with_result = (jaxtyped(f, typechecker=beartype) for f in (check_arguments, check_result))
-
-    def after(result: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        results.append(result)
-        with_result(*args, **named)
-
-    return before, after
 
 
 def forms_of(given: Signature) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:

@@ -26,5 +26,10 @@ def generated() -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python {sys.argv[0]} DIR    writes {', '.join(PAGES)} into DIR, which is made if need be")
+    directory = Path(sys.argv[1])
+    directory.mkdir(parents=True, exist_ok=True)
     for page, text in generated():
-        Path(sys.argv[1], page).write_text(text, encoding="utf-8")
+        (directory / page).write_text(text, encoding="utf-8")
+        print(directory / page)

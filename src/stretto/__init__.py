@@ -11,25 +11,20 @@ TYPE_CHECKING = False  # typing is not imported: a command should start fast
 if TYPE_CHECKING:
     from typing import Any
 
-    from stretto.api.run import Run, compare, plot
-    from stretto.api.verbs import evaluate, rl, sft
-
 __version__ = "0.1.0"
 __all__ = ["Run", "compare", "evaluate", "plot", "rl", "sft"]
 
-_HOMES = {"Run": "run", "compare": "run", "plot": "run", "rl": "verbs", "sft": "verbs", "evaluate": "verbs"}
-
 
 def __getattr__(name: str) -> Any:
-    """The Python interface is imported when it is asked for: a command needs none of it."""
-    if name not in _HOMES:
+    """The Python interface is found and imported when it is asked for: a command needs none of it."""
+    if name not in __all__:
         import sys  # with the module Python adds the name that is meant
 
         text = f"module 'stretto' has no attribute {name!r}; it has {', '.join(__all__)}"
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
-    from importlib import import_module
+    from stretto.addons import load
 
-    return getattr(import_module(f"stretto.api.{_HOMES[name]}"), name)
+    return load("stretto.names", name, f"stretto.{name}")
 
 
 def __dir__() -> list[str]:

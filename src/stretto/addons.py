@@ -7,8 +7,12 @@ A group is a place where the core asks, a name what it asks for, and the value i
 Nothing is imported before it is asked for. In a source tree the entry points are those of its pyproject.toml; what pip
 wrote at the installation may be older. A distribution with add-ons has a name that begins with `stretto`.
 
+    stretto.names         what `stretto.NAME` is in Python
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
+    stretto.rules         section of a config -> a module with RULES, as config/rules has, for configs that have it
+    stretto.sft           type of [data] of `sft` with a learner of its own -> a module with load_policy, load_rows,
+                          adapt, build_learner and build_packer; with ".rows" after it, one that reads its rows
     stretto.options       NAME of `--NAME` of a verb with a configuration -> a module with `parse(verb, words)`, which
                           returns what is meant and the other words, and `run(cfg, meant)`
     stretto.completions   verb whose words no PlainParser reads -> function that returns the lines of its completion
@@ -18,6 +22,7 @@ wrote at the installation may be older. A distribution with add-ons has a name t
                           and arguments, of ids that are played in worker processes only
     stretto.engines       engine -> function of its config and the directory of its model, which serves it
     stretto.weights       type of [weight_broadcast], and "delta" -> a module with both ends, as transports/weights says
+    stretto.families      family of models -> a `families.family.Family`, also of a package of yours
     stretto.networks      trainer.backend -> a `trainer.network.NetworkBuilder` that also gets its section; with
                           ".check" after it, function that refuses what it does not compute
     stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device
@@ -53,15 +58,18 @@ Groups = dict[str, dict[str, str]]
 
 
 class ConfigVerb:
-    """A verb with a configuration. `run` and `screen` are `module:name`, and are imported when the verb is used."""
+    """A verb with a configuration. `root`, `run` and `screen` are `module:name`, imported when the verb is used."""
 
-    def __init__(self, root: str, run: str, screen: str, *, is_process: bool = True, computes: bool = False) -> None:
-        """root: the class of its config in config/root.py; run: function of the config, which returns the exit status;
+    def __init__(
+        self, root: str, run: str, screen: str, *, is_process: bool = True, computes: bool = False, common: str = ""
+    ) -> None:
+        """root: the class of its config; run: function of the config, which returns the exit status;
         screen: function of the config, which returns the text of `--dry-run`; is_process: it runs in this process
-        alone, which then ends at signals as Python does by itself; computes: it uses torch in this process.
+        alone, which then ends at signals as Python does by itself; computes: it uses torch in this process;
+        common: the keys that `--help` alone shows.
         """
         self.root, self.run, self.screen = root, run, screen
-        self.is_process, self.computes = is_process, computes
+        self.is_process, self.computes, self.common = is_process, computes, common
 
 
 def registered(group: str) -> Mapping[str, str]:

@@ -27,8 +27,6 @@ SUMMARIES = {
     "completion": "completion for a shell: source <(stretto completion bash)",
     "status": "how far a run is, and who runs it: stretto status RUN",
     "logs": "the end of a run's logs: stretto logs RUN --follow",
-    "engines": "engines that join and leave a run while it goes on: stretto engines add RUN URL",
-    "stacks": "what every process of a run is doing now, also when it hangs: stretto stacks RUN",
     "stop": "let a run finish its step, save a checkpoint and end: stretto stop RUN",
 }
 

@@ -441,10 +441,10 @@ def _sft_renderer(cfg: SFTConfig) -> Renderer:
 
 def _first_pair(cfg: SFTConfig, data: PreferenceData) -> tuple[str, str, str]:
     """The first pair as the model gets it, why it is not rendered ("" if it is), and by what it is."""
-    from stretto.config.sections.sft import RewardSection
-    from stretto.trainer.batch.pairs import cut_pair, read_pair_rows, render_pair, tokens_per_reply
+    from stretto.config.sections.sft import PREFERENCE, RewardSection
 
-    row = next(itertools.chain.from_iterable(read_pair_rows(data)), None)
+    pairs = addons.load("stretto.sft", "preference.rows", PREFERENCE)
+    row = next(itertools.chain.from_iterable(pairs.read_pair_rows(data)), None)
     if row is None:
         raise DataError("[data] has no row; check that what its key names holds rows")
     try:
@@ -452,7 +452,7 @@ def _first_pair(cfg: SFTConfig, data: PreferenceData) -> tuple[str, str, str]:
     except (ConfigError, DataError) as error:
         return _boxed(f"{row.where}, not rendered:", ""), str(error), ""
     is_scored = isinstance(cfg.pair_loss, RewardSection)
-    pair = render_pair(row, renderer, cfg.loss_mask, is_scored=is_scored)
+    pair = pairs.render_pair(row, renderer, cfg.loss_mask, is_scored=is_scored)
     if isinstance(pair, str):
         return f"{row.where}: left out: its replies {pair}", "", renderer.description
     shown = []
@@ -461,9 +461,9 @@ def _first_pair(cfg: SFTConfig, data: PreferenceData) -> tuple[str, str, str]:
         trained = f"of which {int(example.is_trained.sum())} are trained"
         counted = "scored at the last" if is_scored else trained
         shown.append(_boxed(f"{row.where}, {name}: {len(ids)} tokens, {counted}:", renderer.readable(ids)))
-    most = min(smallest(limits_of(cfg)).tokens, tokens_per_reply(cfg.seq_len, is_scored=is_scored))
+    most = min(smallest(limits_of(cfg)).tokens, pairs.tokens_per_reply(cfg.seq_len, is_scored=is_scored))
     if any(len(example.token_ids) - is_scored > most for example in pair.replies):
-        cut = cut_pair(pair, renderer, most, is_scored=is_scored)
+        cut = pairs.cut_pair(pair, renderer, most, is_scored=is_scored)
         fate = "it is left out" if isinstance(cut, str) else "it is cut"
         shown.append(f"NOTE: a row holds both replies, so each has at most {most} tokens: {fate}; raise seq_len")
     return "\n".join(shown), "", renderer.description

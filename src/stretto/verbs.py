@@ -24,8 +24,6 @@ PLAIN_VERBS = {
     "status": "stretto.launch.control:status",
     "logs": "stretto.launch.control:logs",
     "stop": "stretto.launch.control:stop",
-    "stacks": "stretto.launch.stacks:stacks",
-    "engines": "stretto.launch.engines:engines",
 }
 """Verbs of the core that take words of their own, and the function that gets them."""
 
@@ -124,8 +122,7 @@ def _check_first_rows(cfg: SFTConfig) -> None:
 
     Raises: ConfigError or DataError with file and line for a file or row that cannot be read.
     """
-    from stretto.config.sections.sft import FileData, PreferenceData
-    from stretto.trainer.batch.pairs import read_pair_rows
+    from stretto.config.sections.sft import PREFERENCE, FileData, PreferenceData
     from stretto.trainer.batch.sft_data import read_sources
 
     for data in [cfg.data] + ([cfg.val.data] if cfg.val is not None else []):
@@ -133,7 +130,7 @@ def _check_first_rows(cfg: SFTConfig) -> None:
             for rows in read_sources(data, cfg.seed):
                 next(rows, None)
         elif isinstance(data, PreferenceData):
-            for pairs in read_pair_rows(data):
+            for pairs in addons.load("stretto.sft", "preference.rows", PREFERENCE).read_pair_rows(data):
                 next(pairs, None)
 
 
@@ -233,9 +230,9 @@ def _of_add_on(verb: str) -> ConfigVerb:
 
 def root_of(verb: str) -> type[RunRoot]:
     """The class of a verb's config."""
-    from stretto.config import root
-
-    return getattr(root, VERBS[verb][0] if verb in VERBS else _of_add_on(verb).root)
+    if verb not in VERBS:
+        return addons.object_at(_of_add_on(verb).root)
+    return addons.object_at(f"stretto.config.root:{VERBS[verb][0]}")
 
 
 def _run(verb: str, cfg: RunRoot, words: list[str]) -> int:

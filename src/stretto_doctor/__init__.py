@@ -1,4 +1,10 @@
-"""`stretto doctor`: whether this machine and the hosts of a deployment can run a config; imports no torch."""
+"""`stretto doctor`: whether this machine and the hosts of a deployment can run a config; `stacks`: what a run does now.
 
-SUMMARIES = {"doctor": "what of this machine, and for a config, will go wrong: stretto doctor [CONFIG]"}
+No torch is imported.
+"""
+
+SUMMARIES = {
+    "doctor": "what of this machine, and for a config, will go wrong: stretto doctor [CONFIG]",
+    "stacks": "what every process of a run is doing now, also when it hangs: stretto stacks RUN",
+}
 MEANT = {"check": "doctor"}

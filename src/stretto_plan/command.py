@@ -206,7 +206,7 @@ def _config_of(run: Path) -> Path:
     """
     path = run / "configs" / "run.json"
     if not path.is_file():
-        from stretto.api.state import no_run_text
+        from stretto.state import no_run_text
 
         raise ConfigError(f"{run}: {no_run_text(run)}")
     return path

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.api.run import Run
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto_plan.simulation.run import SftTimes, Times, read_ledger
+from stretto_python.run import Run
 
 FIRST = 5
 """Steps left out: the pipeline fills, and files are read for the first time."""

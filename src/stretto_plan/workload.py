@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from stretto import addons
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.paths import RunDir
 from stretto.chat.render import Renderer
 from stretto.config.root import OrchestratorConfig, RLConfig, SFTConfig
 from stretto.config.sections.orchestrator import EnvSection
-from stretto.config.sections.sft import EnvData, PreferenceData, RewardSection, SourceData
+from stretto.config.sections.sft import PREFERENCE, EnvData, PreferenceData, RewardSection, SourceData
 from stretto.data.hub_model import find_local, is_hub_name
 from stretto.envs.base import RunInfo, needs_worker, tasks_of
 from stretto.ledger.reader import LedgerReader
@@ -288,11 +289,10 @@ def example_lengths(cfg: SFTConfig) -> Numbers | str:
 
 def _pair_lengths(data: PreferenceData, cfg: SFTConfig, renderer: Renderer) -> Numbers | str:
     """Tokens of the first pairs, both replies with their prompts: a pair is what a step counts."""
-    from stretto.trainer.batch.pairs import read_pair_rows, render_pair
-
-    rows = itertools.islice(itertools.chain.from_iterable(read_pair_rows(data)), NUM_EXAMPLES)
+    pairs = addons.load("stretto.sft", "preference.rows", PREFERENCE)
+    rows = itertools.islice(itertools.chain.from_iterable(pairs.read_pair_rows(data)), NUM_EXAMPLES)
     is_scored = isinstance(cfg.pair_loss, RewardSection)
-    rendered = [render_pair(row, renderer, cfg.loss_mask, is_scored=is_scored) for row in rows]
+    rendered = [pairs.render_pair(row, renderer, cfg.loss_mask, is_scored=is_scored) for row in rows]
     lengths = [len(pair) for pair in rendered if not isinstance(pair, str)]
     return Numbers(values=tuple(float(min(length, cfg.seq_len)) for length in lengths)) if lengths else "no rows"
 

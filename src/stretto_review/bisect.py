@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.api import state
-from stretto.api.run import Run
+from stretto import state
 from stretto.base.errors import ConfigError
 from stretto.base.status import harmless
 from stretto.config.changes import differences
 from stretto.config.reading.plain import PlainParser
 from stretto.config.section import dotted
+from stretto_python.run import Run
 from stretto_review.recorded import SUFFIX, as_training, unpack, without_ports, without_secrets
 from stretto_review.replay import NOT_PLAYED
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.api import state
-from stretto.api.run import Run
+from stretto import state
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.status import harmless
 from stretto.config.changes import differences
@@ -28,6 +27,7 @@ from stretto.data.weight_files import HeaderTensor, read_weight_files
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 from stretto.records.rollout import Branch, Group, Rollout
+from stretto_python.run import Run
 
 Pairs = list[tuple[Rollout, Rollout]]
 NOT_COMPARED = ("run", "output_dir", "monitors", "resume", "env_vars", "deployment")

@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.api import state
-from stretto.api.run import Run
+from stretto import state
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import atomic_path
 from stretto.base.status import harmless
@@ -40,6 +39,7 @@ from stretto.config.reading.plain import PlainParser
 from stretto.ledger.reader import LedgerReader
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus
 from stretto.vime.convert import response_start
+from stretto_python.run import Run
 from stretto_review import scores
 from stretto_review.judging import Replies
 from stretto_review.recorded import make_parent

@@ -16,7 +16,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from stretto import verbs
-from stretto.api.run import Run
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.reading.plain import PlainParser
 from stretto.config.root import RLConfig
@@ -25,6 +24,7 @@ from stretto.ledger.reader import LedgerReader
 from stretto.records.rollout import Group, Rollout
 from stretto.vime import RolloutFnTrainOutput, Sample
 from stretto.vime.convert import sample_of
+from stretto_python.run import Run
 from stretto_review import scores
 from stretto_review.rescore import groups_of, step_range
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from pydantic import TypeAdapter
 
-from stretto.api.run import Run
 from stretto.base.errors import DataError, EnvError, StrettoError
 from stretto.base.foreign import without_tracebacks
 from stretto.chat.render import Renderer, build_renderer
@@ -31,6 +30,7 @@ from stretto.orchestrator.groups.advantages import assign_advantages
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus
 from stretto.vime.convert import response_start, sample_of
 from stretto.vime.sample import Sample
+from stretto_python.run import Run
 from stretto_review.rewards import Score, began_at, columns_of, judge, load_rewards
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from stretto.api.run import Run
 from stretto.base.errors import ConfigError
 from stretto.base.files import atomic_path
 from stretto.base.paths import RunDir
@@ -24,6 +23,7 @@ from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 from stretto.records.rollout import Group
 from stretto.vime import RecordedBatch
+from stretto_python.run import Run
 
 REPLAYED = "replayed"
 FUNCTION = "stretto_review.recorded:batch_of_step"

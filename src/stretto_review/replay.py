@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from stretto.api import state
+from stretto import state
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.rundir import WITHOUT_NEXT_VAR

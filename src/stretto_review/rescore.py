@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from stretto.api import state
-from stretto.api.run import Run
+from stretto import state
 from stretto.base.errors import ConfigError
 from stretto.base.process import num_cores
 from stretto.base.status import harmless
 from stretto.config.reading.plain import PlainParser
 from stretto.ledger.reader import LedgerReader
+from stretto_python.run import Run
 from stretto_review import scores
 from stretto_review.judging import Job, Judged, Replies, Reply
 from stretto_review.pool import judge_all

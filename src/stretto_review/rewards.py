@@ -20,9 +20,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, SupportsFloat
 
-from stretto.api.given.records import LABELS
-from stretto.api.given.rewards import SUM, is_for_group, is_hook, rewards_of
-from stretto.api.given.rewards import check as check_arguments
 from stretto.base.errors import ConfigError, EnvError
 from stretto.base.foreign import guarded, load_object
 from stretto.data.values import checked_number
@@ -34,6 +31,9 @@ from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook
 from stretto.vime.reward_types import RM_TYPES, is_rm_type
 from stretto.vime.sample import Sample
+from stretto_python.given.records import LABELS
+from stretto_python.given.rewards import SUM, is_for_group, is_hook, rewards_of
+from stretto_python.given.rewards import check as check_arguments
 
 ENVIRONMENT = "env"
 Config = Mapping[str, Any]

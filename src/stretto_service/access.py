@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from stretto.base.secret import ADMIN
-from stretto.config.service import UserSection
 from stretto.transports.engine.api import Refusal
+from stretto_service.config import UserSection
 
 SMALL_BYTES = 64 << 10
 """Bodies of at most this size are always read."""

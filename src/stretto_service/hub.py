@@ -24,12 +24,12 @@ from aiohttp.typedefs import Middleware
 
 from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.base.ports import refusal_of
-from stretto.config.root import ServeConfig
 from stretto.data.hub_model import find_config, find_local
 from stretto.records.generate import GenerateRequest
 from stretto.transports.engine import api
 from stretto.transports.engine.api import Refusal
 from stretto_service.access import Access, Reading, User
+from stretto_service.config import ServeConfig
 from stretto_service.engines import Engines
 from stretto_service.futures import Futures, without_paths
 from stretto_service.store import MAX_RECORD_BYTES, MAX_USER_BYTES, Audit, Checkpoint, Run, Sampler, Session, Store

@@ -21,7 +21,7 @@ from stretto.base.secret import Secret, load_secret, prepare_tokens
 from stretto.check.devices import check_served_on_cpu, check_trained_on_cpu
 from stretto.check.models import check_model, check_served
 from stretto.config.load import dump, write_json
-from stretto.config.root import InferenceConfig, ServeConfig
+from stretto.config.root import InferenceConfig
 from stretto.config.sections.inference import KEY_VAR, ServedAdaptersSection
 from stretto.data.hub_model import fetch, find_config
 from stretto.launch.plan.engines import plan_engines
@@ -37,6 +37,7 @@ from stretto.launch.plan.processes import (
 from stretto.launch.plan.specs import EnginesPlan
 from stretto.launch.plan.table import process_table
 from stretto.launch.run import supervisor
+from stretto_service.config import ServeConfig
 
 STALL_S = 7 * 24 * 3600.0
 """A service may be silent for as long as it gets no requests."""

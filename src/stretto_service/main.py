@@ -19,9 +19,9 @@ from stretto.base import log
 from stretto.base.errors import ConfigError
 from stretto.base.runtime import raise_file_limit
 from stretto.base.secret import load_secret, prepare_tokens
-from stretto.config.root import ServeConfig
 from stretto.transports.engine.client import EngineClient
 from stretto_service.access import Access, Reading, User
+from stretto_service.config import ServeConfig
 from stretto_service.engines import Engines, WeightSlot
 from stretto_service.futures import Futures
 from stretto_service.hub import MAX_BODY_BYTES, Hub, boundary, model_facts

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from stretto.addons import ConfigVerb
 
+ROOT = "stretto_service.config:ServeConfig"
 SCREEN = "stretto_service.launch:screen"
-SERVE = ConfigVerb("ServeConfig", "stretto_service.launch:main", SCREEN, is_process=False)
-HUB = ConfigVerb("ServeConfig", "stretto_service.main:main", SCREEN)
-TENANTS = ConfigVerb("ServeConfig", "stretto_service.tenants.main:main", SCREEN, computes=True)
+SERVE = ConfigVerb(
+    ROOT,
+    "stretto_service.launch:main",
+    SCREEN,
+    is_process=False,
+    common="""
+        model.name seq_len output_dir run.name clean dry_run print_config service.host service.port
+        service.max_concurrent_runs service.max_lora_rank service.max_tokens_per_turn service.idle_timeout_s
+        service.save_steps trainer.num_ranks inference.engine inference.deployment.num_replicas trainer_gpu_ids
+        inference_gpu_ids
+    """,
+)
+HUB = ConfigVerb(ROOT, "stretto_service.main:main", SCREEN)
+TENANTS = ConfigVerb(ROOT, "stretto_service.tenants.main:main", SCREEN, computes=True)

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-from stretto.api.state import no_run_text, runs_here
 from stretto.base import keeper, process
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
@@ -34,6 +33,7 @@ from stretto.config.reading.plain import PlainParser
 from stretto.config.sections.inference import KEY_VAR
 from stretto.data.model_file import is_classifier
 from stretto.signals import unwind_at_signals
+from stretto.state import no_run_text, runs_here
 
 START_TIMEOUT_S, POLL_S, ANSWER_TIMEOUT_S = 600.0, 0.2, 600.0
 HELP = "/new forgets all, /system TEXT sets the system prompt, /quit (or Ctrl-D) ends; Ctrl-C stops a reply"

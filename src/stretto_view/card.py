@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stretto import __version__
-from stretto.api.run import Run
 from stretto.ledger.reader import LedgerReader
+from stretto_python.run import Run
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_DATA = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::[^\[\]:]+)?\[.+\]")

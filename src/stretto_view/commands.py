@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from stretto.api import state
-from stretto.api.run import Run, compare
-from stretto.api.run import plot as draw
+from stretto import state
 from stretto.base.errors import ConfigError
 from stretto.base.status import duration, harmless
 from stretto.config.reading.plain import PlainParser
 from stretto.ledger.audit import report_of
 from stretto.ledger.reader import LedgerReader
 from stretto.records.outcomes import OUTCOMES
+from stretto_python.run import Run, compare
+from stretto_python.run import plot as draw
 from stretto_view.page import logs
 from stretto_view.roles import stretches, without_end
 

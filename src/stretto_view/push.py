@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from stretto.api import state
-from stretto.api.run import Run
+from stretto import state
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.files import atomic_path
 from stretto.base.paths import RunDir
 from stretto.config.reading.plain import PlainParser
+from stretto_python.run import Run
 from stretto_view.card import model_card
 
 CARD = "README.md"

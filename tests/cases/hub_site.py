@@ -53,7 +53,7 @@ class HubSite(ThreadingHTTPServer):
 def open_hub(root: Path) -> Iterator[HubSite]:
     """The server over these repositories, until the block ends."""
     site = HubSite(root)
-    thread = threading.Thread(target=site.serve_forever)
+    thread = threading.Thread(target=site.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield site

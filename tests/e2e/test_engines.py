@@ -15,10 +15,10 @@ from ports import free_ports
 from runs import Ended, merged, rl, start, start_rl, until, wait
 
 from stretto.base.paths import RunDir
-from stretto.launch.engines import fleet_of
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
+from stretto_clusters.engines import fleet_of
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`")
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from runs import LONG_S, start, toml, untrained_model, wait
 
-from stretto.api.run import Run
 from stretto.base.files import open_locked
 from stretto.base.paths import RunDir
 from stretto.orchestrator.eval.results import write_results
 from stretto.orchestrator.eval_scores import EvalScore
+from stretto_python.run import Run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-all")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -13,10 +13,10 @@ import pytest
 from processes import forked
 from runs import DEADLINE_S, start, untrained_model, wait
 
-from stretto.api.run import Run
 from stretto.base.files import holder
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
+from stretto_python.run import Run
 
 SCRIPT = """
 import sys

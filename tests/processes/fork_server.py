@@ -38,6 +38,8 @@ PRELOADED = (
     "torch._dynamo",
 )
 """Modules that start no threads when they are imported, and what these import when they need it first."""
+PRELOADED_FOR = dict.fromkeys(("mesh_runs.py", "hf_runs.py"), ("transformers.models.auto.modeling_auto",))
+"""What some scripts of tests/dist import on every rank, imported when the first rank is asked for."""
 PRELOADED_VLLM = (
     "stretto_vllm.launch",
     "stretto_vllm.plugin",
@@ -58,14 +60,10 @@ PR_SET_PDEATHSIG = 1
 
 def serve(control: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
     """Fork a process for every request until the tests end; in that process, its request is returned."""
-    for module in modules:
-        importlib.import_module(module)
+    load(modules)
     # torch._dynamo does it at exit, after which Python has forgotten that Ctrl-C ended the program.
     with suppress(ImportError):
         importlib.import_module("tabulate")
-    assert len(os.listdir("/proc/self/task")) == 1, "a module has started threads when it was imported"
-    gc.collect()
-    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended, wake = socket.socketpair()
     wake.setblocking(False)
@@ -83,6 +81,8 @@ def serve(control: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
         if (received := receive(control)) is None:
             os._exit(0)
         request, (*fds, status) = received
+        for word in request["words"][1:3]:
+            load(PRELOADED_FOR.get(Path(word).name, ()))
         if (pid := os.fork()) == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -96,6 +96,17 @@ def serve(control: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
         running[pid].send(str(pid).encode())
         for fd in fds:
             os.close(fd)
+
+
+def load(modules: Sequence[str]) -> None:
+    """Import these, in all processes that are forked from now on."""
+    if all(module in sys.modules for module in modules):
+        return
+    for module in modules:
+        importlib.import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "a module has started threads when it was imported"
+    gc.collect()
+    gc.freeze()
 
 
 def _reap(running: dict[int, socket.socket]) -> None:

@@ -116,7 +116,8 @@ def _open_in_shared_memory(pid: int) -> set[str]:
                 path = os.readlink(f"/proc/{pid}/fd/{fd}")
                 if path.startswith(prefix):
                     found.add(path.removeprefix(prefix))
-    return {name for name in found if name and not name.endswith(" (deleted)")}
+    # pytest's directories may be in memory too; those of failed tests stay.
+    return {name for name in found if name and not name.startswith("pytest-of-") and not name.endswith(" (deleted)")}
 
 
 def _words(pid: int) -> str:

@@ -26,7 +26,7 @@ OBJECTS = {
 """Functions of torch and pyzmq whose messages are pickles."""
 EXCEPTIONS = {
     "stretto/trainer/state/slice_files.py": {"pickle.UnpicklingError"},
-    "stretto/api/given/pickled.py": {"cloudpickle.dumps", "pickle.loads"},
+    "stretto_python/given/pickled.py": {"cloudpickle.dumps", "pickle.loads"},
     "stretto_megatron/torch_dist.py": {"pickle.Unpickler", "pickle.UnpicklingError", "torch.load"},
     "stretto_megatron/torch_files.py": {
         "pickle.Unpickler", "pickle.UnpicklingError", "torch.load", "weights_only = False",

@@ -57,7 +57,7 @@ class RunDir:
         return self.configs / f"{name}.json"
 
     given = _Below("given")
-    """Directory of what `stretto.rl`, `sft` or `evaluate` was given by a script or notebook (api/given.py)."""
+    """Directory of what `stretto.rl`, `sft` or `evaluate` was given by a script or notebook."""
     clock = _Below("clock.json")
     """The moment that chat templates get as the date of today, kept so that a resumed run renders the same."""
     plan = _Below("plan.json")

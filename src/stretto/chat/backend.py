@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from stretto.base.errors import DataError
 from stretto.chat.tool_calls import Call
 
 if TYPE_CHECKING:
@@ -110,3 +111,58 @@ class Backend(Protocol):
     ) -> Parsed:
         """What a completion says."""
         ...
+
+
+_WORD = "zqxhighvz"  # a text that nobody writes
+
+
+class Shown:
+    """What a way to write conversations shows: its tools, and each message where it stands.
+
+    A message is tried in the conversation at hand, once per role, role before it, and with or without tools.
+    """
+
+    def __init__(
+        self, name: str, *, tools: bool, write: Callable[[Sequence[Message], Sequence[Message] | None], str | None]
+    ) -> None:
+        """tools: whether it shows descriptions of tools; write: a conversation as text, None if it is refused."""
+        self._name, self._shows_tools, self._write = name, tools, write
+        self._cases: set[tuple[str, str | None, bool]] = set()
+
+    def check(self, messages: Sequence[Message], tools: Sequence[Message] | None, first: int = 0) -> None:
+        """Check that nothing of a conversation is dropped; messages before `first` are known to be shown.
+
+        Raises: DataError if tools, or a message that is not the assistant's, are not shown.
+        """
+        self.check_tools(tools)
+        for index in range(first, len(messages)):
+            self._check_message(messages, index, tools)
+
+    def check_tools(self, tools: Sequence[Message] | None) -> None:
+        """Check that the policy would be told of the tools.
+
+        Raises: DataError if not.
+        """
+        if tools and not self._shows_tools:
+            raise DataError(
+                f"{self._name} shows no tools, so that the model would not know of them: describe them in a message, "
+                'or give a template that shows them, such as renderer.template = "chatml"'
+            )
+
+    def _check_message(self, messages: Sequence[Message], index: int, tools: Sequence[Message] | None) -> None:
+        message, content = messages[index], messages[index].get("content")
+        role, before = message["role"], messages[index - 1]["role"] if index else None
+        case = (role, before, bool(tools))
+        if role == "assistant" or case in self._cases or not content:
+            return
+        word: Any = [{"type": "text", "text": _WORD}] if isinstance(content, list) else _WORD
+        changed = [*messages[:index], message | {"content": word}, *messages[index + 1 :]]
+        text = self._write(changed, tools)
+        if text is None or _WORD in text:
+            self._cases.add(case)
+            return
+        behind = "" if before is None else f" behind one of the role {before!r}"
+        raise DataError(
+            f"{self._name} drops a message of the role {role!r}{behind} (message {index}); leave it out, write its "
+            "text in another message, or give another template as renderer.template"
+        )

@@ -140,8 +140,9 @@ def _as_text(tokenizer: Tokenizer, section: RendererSection, *, is_fallback: boo
     files = named_template("text")
     first = tokenizer.encode("", add_special_tokens=True)
     tokens = tokenizer.template_tokens | {"bos_token": tokenizer.token_text(first[0]) if first else ""}
-    backend = TemplateBackend(tokenizer, ChatTemplate(files, tokens), tool_parser=section.tool_parser)
-    backend.name = "the renderer of plain text"
+    template = ChatTemplate(files, tokens)
+    name = "the renderer of plain text"
+    backend = TemplateBackend(tokenizer, template, tool_parser=section.tool_parser, name=name)
     description = "prompts as they stand, without a chat format"
     if is_fallback:
         description += "; the model has no chat template: if it is a chat model, give its template as renderer.template"

@@ -10,10 +10,12 @@ it has seen the library do, at a fifth of the cost.
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,14 +23,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import ValidationError
 
-from stretto.base.errors import ConfigError
-from stretto.chat.backend import Message, Parsed, Rendered, Reply
+from stretto.base.errors import ConfigError, DataError
+from stretto.chat.backend import Message, Parsed, Rendered, Reply, Shown
+from stretto.chat.conversations import CALL, CALL_ID, ONE_TURN, TOOL
 from stretto.chat.tokenizer import Tokenizer
 from stretto.chat.tool_calls import Call
 from stretto.config.sections.model import RendererSection
 
 if TYPE_CHECKING:
     from jaxtyping import Int
+
+_PAST = "x"
+"""Stands for images and calls of the past where only a new message is tried."""
 
 
 class _Openai(ModuleType):
@@ -192,15 +198,22 @@ class FamilyBackend:
 
     reads_history = False
 
-    def __init__(self, backend: Any, family: str, tokenizer: Tokenizer):
+    def __init__(self, backend: Any, family: str, tokenizer: Tokenizer, with_thoughts: Any = None) -> None:
+        """with_thoughts: a renderer that keeps the thought of every reply."""
         self.name = family
-        self._backend = backend
+        self._backend, self._decode, self._with_thoughts = backend, tokenizer.decode, with_thoughts
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(backend.get_stop_token_ids()))
         question = [{"role": "user", "content": "a"}]
         num_tokens = len(backend.render_ids(question))
         # Tokens before every reply: the role header and, with thinking off, an empty thought.
         self._reply_prefix = backend.render_ids(question, add_generation_prompt=True)[num_tokens:]
         self._plain = PlainTurns(backend, tokenizer, self.stop_ids)
+        self._shows_ids = False
+        called = [*ONE_TURN, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+        shown = self._attempt(called, None) or ""
+        self._shows_ids = CALL_ID in shown and CALL["function"]["name"] not in shown
+        plain, with_tools = self._attempt(ONE_TURN, None), self._attempt(ONE_TURN, [TOOL])
+        self._shown = Shown(f"the renderer of the family {family}", tools=plain != with_tools, write=self._attempt)
 
     def render(
         self,
@@ -210,10 +223,13 @@ class FamilyBackend:
         add_generation_prompt: bool,
         has_owners: bool = False,
     ) -> Rendered:
+        self._shown.check(messages, tools)
+        messages = self._identified(messages)
         arguments = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-        if not has_owners:
-            return Rendered(self._backend.render_ids(list(messages), **arguments))
-        return self._with_owners(self._backend.render(list(messages), **arguments))
+        with self._refusals():
+            if not has_owners:
+                return Rendered(self._backend.render_ids(list(messages), **arguments))
+            return self._with_owners(self._backend.render(list(messages), **arguments))
 
     def bridge(
         self,
@@ -225,6 +241,8 @@ class FamilyBackend:
         *,
         has_owners: bool = False,
     ) -> Rendered | None:
+        self._check_next(history, messages, tools)
+        messages = self._identified([*history, *messages])[len(history) :]
         before = _as_list(prompt_ids), _as_list(completion_ids)
         found = self._backend.bridge_to_next_turn(*before, list(messages), tools=tools)
         if found is None:
@@ -239,24 +257,51 @@ class FamilyBackend:
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
     ) -> Sequence[int] | None:
-        return None if tools else self._plain.between(prompt_ids, completion_ids, history[-1], messages)
+        if tools or not all(message["role"] == "user" and len(message) == 2 for message in messages):
+            return None
+        self._check_next(history, messages, tools)
+        return self._plain.between(prompt_ids, completion_ids, history[-1], messages)
+
+    def _check_next(
+        self, history: Sequence[Message], messages: Sequence[Message], tools: Sequence[Message] | None
+    ) -> None:
+        """Raises: DataError for a new message that the family does not show."""
+        if not any(message["role"] == "assistant" for message in messages):
+            past = [m if isinstance(m.get("content"), str) else m | {"content": _PAST} for m in history]
+            self._shown.check([*past, *messages], tools, first=len(past))
 
     def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
-        rendered = self._backend.render([*history, reply], tools=tools)
-        assert len(rendered.sampled_mask) == len(rendered.token_ids), f"{self.name} attributes no tokens"
+        self._shown.check(history, tools)
+        *history, reply = self._identified([*history, reply])
+        backends = (self._backend,) if self._with_thoughts is None else (self._backend, self._with_thoughts)
+        for backend in backends:
+            found = self._sampled(backend, history, reply, tools)
+            if found is None or not self._shows_reply(reply, found.token_ids):
+                continue
+            prompt = self._backend.render_ids(list(history), tools=tools, add_generation_prompt=True)
+            return Reply(found.token_ids, found.is_trained) if found.prompt_ids == prompt else found
+        return None
+
+    def _sampled(
+        self, backend: Any, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None
+    ) -> Reply | None:
+        """What a renderer of the library shows as sampled in a reply, and what it shows before it."""
+        with self._refusals():
+            rendered = backend.render([*history, reply], tools=tools)
+        ids = rendered.token_ids
+        assert len(rendered.sampled_mask) == len(ids), f"{self.name} attributes no tokens"
         of_reply = [i for i, owner in enumerate(rendered.message_indices) if owner == len(history)]
         start, stop = (of_reply[0], of_reply[-1] + 1) if of_reply else (0, 0)
         num_prefix = len(self._reply_prefix)
-        if rendered.token_ids[start : start + num_prefix] == self._reply_prefix:
+        if ids[start : start + num_prefix] == self._reply_prefix:
             start += num_prefix
         sampled = [i for i in range(start, stop) if rendered.sampled_mask[i]]
         if not sampled:
             return None
-        ids, before = [rendered.token_ids[i] for i in sampled], rendered.token_ids[: sampled[0]]
-        prompt = self._backend.render_ids(list(history), tools=tools, add_generation_prompt=True)
-        if before == prompt:
-            return Reply(ids, [True] * len(ids))
-        return Reply(ids, [True] * len(ids), before, self._with_owners(rendered).owners[: len(before)])
+        # Whatever stands between sampled tokens was sampled too: gpt-oss opens a channel there.
+        first, end = sampled[0], sampled[-1] + 1
+        owners = self._with_owners(rendered).owners[:first]
+        return Reply(ids[first:end], [True] * (end - first), ids[:first], owners)
 
     def parse(
         self,
@@ -271,10 +316,64 @@ class FamilyBackend:
         )
         return from_library(parsed)
 
+    def _identified(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with ids of calls that name the function, where a family shows the id in the place of the name.
+
+        Ids that do stay, such as those that the policy has sampled; a result gets the id of its call.
+        """
+        if not self._shows_ids:
+            return list(messages)
+        numbers = itertools.count()
+        known: dict[Any, str] = {}
+        waiting: list[str] = []
+        found: list[Message] = []
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                named = [_with_id(call, next(numbers)) for call in calls]
+                waiting = [call["id"] for call in named]
+                known |= {call["id"]: new["id"] for call, new in zip(calls, named) if call.get("id")}
+                message = message | {"tool_calls": named}
+            elif message["role"] == "tool" and waiting:
+                asked = known.get(message.get("tool_call_id"))
+                found_id = asked if asked in waiting else waiting[0]
+                waiting.remove(found_id)
+                message = message | {"tool_call_id": found_id}
+            found.append(message)
+        return found
+
+    def _attempt(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str | None:
+        """A conversation as text; None if the library refuses it."""
+        try:
+            ids = self._backend.render_ids(list(messages), tools=tools, add_generation_prompt=True)
+        except Exception:  # whatever a renderer of the library raises; what is rendered in earnest says it
+            return None
+        return self._decode(ids)
+
+    def _shows_reply(self, reply: Message, token_ids: list[int]) -> bool:
+        """Whether tokens of a reply have its thought, its text, and the name of each function that it calls."""
+        shown = self._decode(token_ids)
+        parts = [reply.get("reasoning_content"), reply.get("content")]
+        names = [call["function"].get("name") for call in reply.get("tool_calls") or ()]
+        return all(part.strip() in shown for part in [*parts, *names] if isinstance(part, str))
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """What the library says of a conversation that it refuses, as an error of who wrote the conversation."""
+        try:
+            yield
+        except ValueError as cause:
+            raise DataError(f"the renderer of the family {self.name} refuses the conversation: {cause}") from cause
+
     def _with_owners(self, rendered: Any) -> Rendered:
         ids, owners, is_text = rendered.token_ids, rendered.message_indices, rendered.is_content
         assert len(is_text) == len(owners) == len(ids), f"{self.name} attributes no tokens"
         return Rendered(ids, [owner if text else -1 for owner, text in zip(owners, is_text)])
+
+
+def _with_id(call: Message, number: int) -> Message:
+    """The call with an id as Kimi K2 samples it, functions.NAME:NUMBER, if its own does not name the function."""
+    name, own = call["function"]["name"], call.get("id")
+    return call if own and name in own else call | {"id": f"functions.{name}:{number}"}
 
 
 def _as_list(token_ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> list[int]:
@@ -286,7 +385,7 @@ def _as_list(token_ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> list[int]
 def from_library(parsed: Any) -> Parsed:
     """A reply that the library has parsed."""
     calls = [
-        Call(call.raw, call.name, call.arguments) if call.status == "ok" else Call(call.raw)
+        Call(call.raw, call.name, call.arguments, call.id) if call.status == "ok" else Call(call.raw)
         for call in parsed.tool_calls
     ]
     return Parsed(parsed.content, parsed.reasoning_content, calls)
@@ -324,7 +423,11 @@ def build_family(tokenizer: Tokenizer, family: str, section: RendererSection) ->
     if settings:
         config = _with_settings(config, settings, family)
     try:
-        return FamilyBackend(renderers.create_renderer(tokenizer, config), family, tokenizer)
+        backend, with_thoughts = renderers.create_renderer(tokenizer, config), None
+        if getattr(config, "auto_drop_analysis", False):  # gpt-oss: a rendered reply would lack its thought
+            kept = config.model_copy(update={"auto_drop_analysis": False})
+            with_thoughts = renderers.create_renderer(tokenizer, kept)
+        return FamilyBackend(backend, family, tokenizer, with_thoughts)
     except AssertionError as cause:
         raise UnfitVocabularyError(
             f"[renderer] name = {family!r} does not fit {tokenizer.name_or_path}: {cause}"

@@ -293,7 +293,9 @@ class Renderer:
         calls = [call for call in parsed.calls if call.name is not None]
         if calls:
             message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+                ({} if call.id is None else {"id": call.id})
+                | {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
             ]
         if broken := [call.raw for call in parsed.calls if call.name is None]:
             message["unparsed_tool_calls"] = broken

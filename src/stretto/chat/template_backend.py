@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.chat.backend import Message, Parsed, Rendered, Reply
+from stretto.chat.backend import Message, Parsed, Rendered, Reply, Shown
 from stretto.chat.conversations import CALL, TOOL
 from stretto.chat.family_backend import from_library, import_library
 from stretto.chat.marks import owners_of, unmarked, with_marks
-from stretto.chat.template_traits import Thinking, as_parts, find_traits, shows_at, with_arguments
+from stretto.chat.template_traits import Thinking, as_parts, attempt, find_traits, with_arguments
 from stretto.chat.templates import ChatTemplate
 from stretto.chat.tokenizer import Tokenizer
-from stretto.chat.tool_calls import ALIASES, FORMAT_MARKS, FORMATS, LIBRARY_FORMATS, TEXT_FORMATS, UNMARKED
+from stretto.chat.tool_calls import ALIASES, FORMAT_MARKS, FORMATS, LAST_TOKENS, LIBRARY_FORMATS, TEXT_FORMATS, UNMARKED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,12 +50,15 @@ class TemplateBackend:
         *,
         tool_parser: str = "auto",
         image_token_id: int | None = None,
+        name: str | None = None,
     ) -> None:
         """tool_parser: one of FORMATS, "none", or "auto" for the one that reads the template's own calls.
 
+        name: what messages call it.
+
         Raises: ConfigError for a format that there is not; DataError for a template that shows no message.
         """
-        self.name = f"the chat template of {template.where}"
+        self.name = name or f"the chat template of {template.where}"
         self._other_mode = template.in_other_mode()
         self.template, self._tokenizer, self._image_token_id = template, tokenizer, image_token_id
         self.traits = find_traits(template)
@@ -64,7 +67,7 @@ class TemplateBackend:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *tokenizer.eos_ids)))
         self._anchor = next((t for t, is_plain in tokenizer.special_tokens.items() if is_plain), None)
         self._inner = self._find_inner()
-        self._shown_cases: set[tuple[str, str | None, bool]] = set()  # of messages whose text is shown
+        self._shown = Shown(self.name, tools=self.traits.shows_tools, write=self._attempt)
         self._known: dict[bytes, bytes] = {}  # digests of prompts -> digests of their texts
         self.thinking = self.traits.thinking
         self.tool_format = self._find_format(tool_parser)
@@ -236,39 +239,22 @@ class TemplateBackend:
     # -- text --
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Message] | None, is_asked: bool) -> str:
-        if tools and not self.traits.shows_tools:
-            raise DataError(
-                f"{self.name} shows no tools, so that the model would not know of them: describe them in a message, or "
-                'give a template that shows them, such as renderer.template = "chatml"'
-            )
-        for index, message in enumerate(messages):
+        self._shown.check_tools(tools)
+        for message in messages:
             self._check_calls(message)
-            self._check_shown(messages, index, tools)
+            self._check_role(message)
+        self._shown.check(messages, tools)
         return self.template.render(self._prepared(messages), tools, add_generation_prompt=is_asked)
 
-    def _check_shown(self, messages: Sequence[Message], index: int, tools: Sequence[Message] | None) -> None:
-        """Whether the template shows a message where it stands: tried once per role and role before it.
+    def _attempt(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str | None:
+        return attempt(self.template, self._prepared(messages), tools, add_generation_prompt=True)
 
-        Raises: DataError if not.
-        """
-        message = messages[index]
-        role, before = message["role"], messages[index - 1]["role"] if index else None
-        if role in self.traits.hidden_roles:
+    def _check_role(self, message: Message) -> None:
+        if message["role"] in self.traits.hidden_roles:
             raise DataError(
-                f"{self.name} drops messages of the role {role!r}; leave them out, or give another template as "
-                "renderer.template"
+                f"{self.name} drops messages of the role {message['role']!r}; leave them out, or give another template "
+                "as renderer.template"
             )
-        case = (role, before, bool(tools))
-        if role == "assistant" or case in self._shown_cases or not message.get("content"):
-            return
-        if shows_at(self.template, self._prepared(messages), index, tools):
-            self._shown_cases.add(case)
-            return
-        behind = "" if before is None else f" behind one of the role {before!r}"
-        raise DataError(
-            f"{self.name} drops a message of the role {role!r}{behind} (message {index}); leave it out, write its text "
-            "in another message, or give another template as renderer.template"
-        )
 
     def _check_calls(self, message: Message) -> None:
         if self.traits.shows_calls or not (calls := message.get("tool_calls")):
@@ -283,11 +269,11 @@ class TemplateBackend:
     def _prepared(self, messages: Sequence[Message]) -> list[Message]:
         """The messages in the form that this template takes."""
         numbers = itertools.count()
-        pending: list[str] = []
+        pending: list[tuple[Any, str]] = []
         return [self._prepared_one(message, numbers, pending) for message in messages]
 
-    def _prepared_one(self, message: Message, numbers: itertools.count[int], pending: list[str]) -> Message:
-        """pending: ids of calls that have no result yet."""
+    def _prepared_one(self, message: Message, numbers: itertools.count[int], pending: list[tuple[Any, str]]) -> Message:
+        """pending: calls that have no result yet, by the ids that they had and have."""
         ready = {key: value for key, value in message.items() if key != "unparsed_tool_calls"}
         content = ready.get("content")
         if isinstance(content, list) and all(is_text(part) for part in content):
@@ -297,20 +283,42 @@ class TemplateBackend:
         if calls := ready.get("tool_calls"):
             calls = [with_arguments(call, self.traits.arguments_as_text) for call in calls]
             if self.traits.call_id is not None:
-                calls = [c if c.get("id") else c | {"id": self._call_id(c, next(numbers))} for c in calls]
-                pending[:] = [call["id"] for call in calls]
+                named = [c if self._is_named(c) else c | {"id": self._call_id(c, next(numbers))} for c in calls]
+                pending[:] = [(call.get("id"), new["id"]) for call, new in zip(calls, named)]
+                calls = named
             ready["tool_calls"] = calls
             if not ready["content"]:
                 ready["content"] = self.traits.empty_content
         elif "tool_calls" in ready:
             del ready["tool_calls"]
+        self._name_thought(ready)
         if ready["role"] == "tool" and pending and self.traits.call_id is not None:
-            ready.setdefault("tool_call_id", pending[0])
-            pending[:] = pending[1:]
+            own = ready.get("tool_call_id")
+            answered = next((each for each in pending if each[0] == own), pending[0])
+            if own is None or own == answered[0]:
+                ready["tool_call_id"] = answered[1]
+            pending.remove(answered)
         return as_parts(ready) if self.traits.takes_parts else ready
 
+    def _name_thought(self, ready: Message) -> None:
+        """Give the thought of a reply the key under which the template looks for it."""
+        key, thought = self.traits.thought_key, ready.get("reasoning_content")
+        if key == "reasoning_content" or not thought:
+            return
+        if self.traits.shows_all_beside_calls or not (ready.get("tool_calls") and ready["content"]):
+            ready[key] = thought
+
+    def _is_named(self, call: Message) -> bool:
+        """Whether a call has an id as the template takes it; Kimi's has the name of the function."""
+        own = call.get("id")
+        return bool(own) and (not self._ids_are_names or str(call["function"].get("name")) in str(own))
+
+    @property
+    def _ids_are_names(self) -> bool:
+        return (self.traits.call_id or "").startswith("functions.")
+
     def _call_id(self, call: Message, number: int) -> str:
-        if (self.traits.call_id or "").startswith("functions."):
+        if self._ids_are_names:
             return f"functions.{call['function']['name']}:{number}"
         return f"call{number:05d}"
 
@@ -351,7 +359,8 @@ class TemplateBackend:
             thought = (thought or "").strip()
         if thought:
             _, found, text = text.partition(thought)
-            if not found or (thinking is not None and thinking.close not in text):
+            is_closed = thinking is None or thinking.close in text or reply.get("tool_calls")
+            if not found or not is_closed:  # gpt-oss closes a thought before a call otherwise
                 return False
         calls = Counter(str(call["function"].get("name")) for call in reply.get("tool_calls") or ())
         return content.strip() in text and all(text.count(name) >= n for name, n in calls.items())
@@ -462,7 +471,8 @@ class TemplateBackend:
         token_id = self._tokenizer.token_id(last) if last else None
         if token_id is None or token_id in self.stop_ids:
             return
-        if self._reads(self.tool_format, self._encode_after(asked, shown.removesuffix(last))[0], asked):
+        is_end = last == LAST_TOKENS.get(self.tool_format)
+        if is_end or self._reads(self.tool_format, self._encode_after(asked, shown.removesuffix(last))[0], asked):
             self.stop_ids = (*self.stop_ids, token_id)
 
     def _find_format(self, name: str) -> str | None:

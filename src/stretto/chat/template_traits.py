@@ -19,6 +19,8 @@ from stretto.chat.templates import ChatTemplate
 
 _WORD, _OTHER = "zqxhighvz", "zqxlowvz"  # texts that no template has
 _TAG = r"(<[^<>\s]+>|\[/?[A-Z_]+\])"
+_THOUGHT = "zqxthoughtvz"
+_THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # ours, and what templates call it: gpt-oss, LFM2
 _READS_IDS = re.compile(r"tool_call_id|\.id\b|\[['\"]id['\"]\]")
 _CALL_IDS = (CALL_ID, "functions.look_up:0")  # Mistral's form, and Kimi's
 
@@ -64,6 +66,10 @@ class Traits:
     around: tuple[str, str]
     """What the template writes before the text of a reply, and blanks behind it, which the model samples with it."""
     thinking: Thinking | None
+    thought_key: str
+    """The key of a message under which the template looks for a thought."""
+    shows_all_beside_calls: bool
+    """Whether a call may stand beside a thought and a text; gpt-oss's template refuses both together."""
     call_example: tuple[str, str] | None
     """A prompt and the text of a reply with `CALL`; None if the template shows no calls."""
 
@@ -81,6 +87,7 @@ def find_traits(template: ChatTemplate) -> Traits:
             raise DataError(f"the chat template ({template.where}) does not show the text of a user's message")
     has_tools = attempt(template, [user], [TOOL])
     calls = _call_shape(template, takes_parts)
+    thought_key = _thought_key(template, user, takes_parts)
     return Traits(
         hidden_roles=_hidden_roles(template, takes_parts),
         takes_parts=takes_parts,
@@ -91,7 +98,9 @@ def find_traits(template: ChatTemplate) -> Traits:
         call_id=calls.call_id if calls is not None and _READS_IDS.search(template.text) else None,
         end_text=_end_text(template, user, takes_parts),
         around=_around(template, user, takes_parts),
-        thinking=_thinking(template, user, takes_parts),
+        thinking=_thinking(template, user, takes_parts, thought_key),
+        thought_key=thought_key,
+        shows_all_beside_calls=calls is None or _takes_all(template, calls, user, thought_key),
         call_example=None if calls is None else _call_example(template, calls, takes_parts),
     )
 
@@ -104,16 +113,6 @@ def attempt(
         return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
     except DataError:
         return None
-
-
-def shows_at(template: ChatTemplate, messages: Sequence[Message], index: int, tools: Any) -> bool:
-    """Whether a template shows the text of a message at its place in a conversation, or refuses a word there."""
-    word: Any = _WORD
-    if isinstance(messages[index].get("content"), list):
-        word = [{"type": "text", "text": _WORD}]
-    changed = [*messages[:index], messages[index] | {"content": word}, *messages[index + 1 :]]
-    text = attempt(template, changed, tools, add_generation_prompt=True)
-    return text is None or _WORD in text
 
 
 def as_parts(message: Message) -> Message:
@@ -206,14 +205,26 @@ def _call_example(template: ChatTemplate, calls: _CallShape, takes_parts: bool) 
     return asked, shown[shown.rfind(_WORD) + len(_WORD) :]
 
 
-def _thinking(template: ChatTemplate, user: Message, takes_parts: bool) -> Thinking | None:
+def _thought_key(template: ChatTemplate, user: Message, takes_parts: bool) -> str:
+    """The first key whose thought the template shows in the last reply; that of OpenAI's format if there is none."""
+    reply = shaped({"role": "assistant", "content": _OTHER}, takes_parts)
+    shown = (k for k in _THOUGHT_KEYS if _THOUGHT in (attempt(template, [user, reply | {k: _THOUGHT}]) or ""))
+    return next(shown, _THOUGHT_KEYS[0])
+
+
+def _takes_all(template: ChatTemplate, calls: _CallShape, user: Message, thought_key: str) -> bool:
+    reply = _reply_with_call(calls) | {"content": _OTHER, thought_key: _THOUGHT}
+    return attempt(template, [user, reply], [TOOL]) is not None
+
+
+def _thinking(template: ChatTemplate, user: Message, takes_parts: bool, key: str) -> Thinking | None:
     """The tags of thoughts, None if the template has none."""
-    reply = shaped({"role": "assistant", "content": _OTHER}, takes_parts) | {"reasoning_content": "zqxthoughtvz"}
+    reply = shaped({"role": "assistant", "content": _OTHER}, takes_parts) | {key: _THOUGHT}
     text = attempt(template, [user, reply]) or ""
     asked = attempt(template, [user], add_generation_prompt=True) or "?"
-    at, end = text.rfind("zqxthoughtvz"), text.rfind(_OTHER)
+    at, end = text.rfind(_THOUGHT), text.rfind(_OTHER)
     if 0 <= at < end:
-        before, after = text[:at], text[at + len("zqxthoughtvz") : end]
+        before, after = text[:at], text[at + len(_THOUGHT) : end]
         begun = before.removeprefix(asked)
         if begun != before and begun.strip() and after.strip():
             return Thinking(begun.strip(), after.strip(), begun, after, is_shown=True)

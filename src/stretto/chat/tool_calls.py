@@ -22,6 +22,8 @@ class Call:
     raw: str
     name: str | None = None
     arguments: Any = None
+    id: str | None = None
+    """What the policy called the call, in formats where it does (Kimi K2); the result names it."""
 
 
 Parsed = tuple[str, list[Call]]
@@ -232,6 +234,8 @@ LIBRARY_FORMATS: dict[str, tuple[str, dict[str, str]]] = {
     }),
 }  # fmt: skip
 """Formats that the renderers library parses: its function, and the tokens by the name of its argument."""
+LAST_TOKENS = {"gpt-oss": "<|call|>"}
+"""The token that is a part of a call and ends the reply, by format."""
 FORMATS = (*LIBRARY_FORMATS, *TEXT_FORMATS)
 ALIASES = {"qwen3": "hermes", "qwen3.5": "qwen3-coder", "glm45": "glm", "kimi_k2": "kimi-k2", "openai": "gpt-oss"}
 """What the renderers library and vLLM call a format."""

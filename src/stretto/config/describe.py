@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from stretto import addons
 from stretto.config.lookup import spellings
 from stretto.config.root import (
     EvalConfig,
@@ -21,7 +22,6 @@ from stretto.config.root import (
     OrchestratorConfig,
     RLConfig,
     RunRoot,
-    ServeConfig,
     SFTConfig,
     TrainerConfig,
 )
@@ -35,7 +35,6 @@ ROOTS: dict[str, type[RunRoot]] = {
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
     "eval": EvalConfig,
-    "serve": ServeConfig,
 }
 
 
@@ -94,12 +93,6 @@ COMMON_KEYS: dict[type[Section], str] = {
         eval.num_examples eval.group_size eval.greedy eval.sampling.max_completion_tokens eval.sampling.temperature
         tokenizer.name inference.engine max_inflight_rollouts monitors.wandb
     """,
-    ServeConfig: """
-        model.name seq_len output_dir run.name clean dry_run print_config service.host service.port
-        service.max_concurrent_runs service.max_lora_rank service.max_tokens_per_turn service.idle_timeout_s
-        service.save_steps trainer.num_ranks inference.engine inference.deployment.num_replicas trainer_gpu_ids
-        inference_gpu_ids
-    """,
     InferenceConfig: """
         model engine output_dir run.name dry_run print_config server.host server.port api_key dtype device
         parallel.tp parallel.dp parallel.pp max_model_len gpu_memory_utilization max_num_seqs
@@ -119,6 +112,11 @@ COMMON_KEYS: dict[type[Section], str] = {
     """,
 }
 """The keys of each root that are set most often: `--help` alone shows these."""
+
+for _verb, _of_add_on in addons.load_all("stretto.config_verbs").items():
+    if _of_add_on.common:  # of verbs with one config, that which most people use
+        ROOTS[_verb] = addons.object_at(_of_add_on.root)
+        COMMON_KEYS[ROOTS[_verb]] = _of_add_on.common
 
 
 _WIDE = 110
@@ -261,7 +259,7 @@ def markdown() -> str:
     """The page of all settings."""
     places: dict[type[Section], list[str]] = {}
     notes: dict[type[Section], str] = {}
-    verbs = ("rl", "sft", "eval", "serve")
+    verbs = [verb for verb in ROOTS if verb not in ("trainer", "orchestrator", "inference")]  # parts of `rl`
     for verb in verbs:
         for path, note, section in tables(ROOTS[verb]):
             if path:

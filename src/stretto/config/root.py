@@ -54,8 +54,6 @@ from stretto.config.sections.trainer import (
     TrainerKeys,
     TrainerSection,
 )
-from stretto.config.sections.transport import ControlSection
-from stretto.config.service import ServeTrainerSection, ServiceSection
 
 
 class RunRoot(Section):
@@ -407,34 +405,6 @@ class SFTConfig(ClusterRoot):
 
     def _default_name(self) -> str:
         return f"sft-{'scratch' if self.model.scratch else short_name(self.model.name)}"
-
-
-class ServeConfig(RunRoot):
-    """`serve`: one trainer and its engines for many runs, each with an adapter of its own, behind one HTTP API."""
-
-    model: ModelSection = ModelSection()
-    tokenizer: TokenizerSection = TokenizerSection()
-    seq_len: int = Field(2048, gt=1)
-    """Longest sequence that a run may train on, tokens."""
-    seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of sampling."""
-    trainer: ServeTrainerSection = ServeTrainerSection()
-    inference: InferenceSection = InferenceSection(router=None)
-    service: ServiceSection = ServiceSection()
-    control: ControlSection = ControlSection()
-    trainer_gpu_ids: GpuIds = None
-    """GPUs of the trainer, one rank each; None: the first after inference's."""
-    inference_gpu_ids: GpuIds = None
-    """GPUs of inference; None: the first ones."""
-    log: LogSection = LogSection()
-
-    def _default_name(self) -> str:
-        return f"service-{short_name(self.model.name)}"
-
-    def inference_config(self) -> InferenceConfig:
-        """The root of the engines."""
-        model = {"model": self.inference.model or self.model.name}
-        return InferenceConfig.model_validate(self._process_data(self.inference) | model)
 
 
 class AskedModelSection(Section):

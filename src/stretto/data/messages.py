@@ -24,6 +24,13 @@ MASK_KEYS = ("weight", "loss", "train", "trainable")
 """Other spellings of `step_loss_mask`, with 0 and 1 or false and true."""
 NO_EFFECT = ("id", "audio", "annotations", "refusal", "timestamp")
 """Keys that say nothing to a chat template, and may be empty or not."""
+_SYSTEM = "write it as the first message, of the role 'system'"
+NOT_READ = {
+    "system": _SYSTEM, "system_prompt": _SYSTEM, "system_message": _SYSTEM,
+    "functions": "write each as {'type': 'function', 'function': ...} in a list under 'tools'",
+    "chat_template_kwargs": "variables of the template are those of all records, in the config's section renderer",
+}  # fmt: skip
+"""Keys beside a conversation by which other programs change what the model is shown, and what to write here."""
 _ROLE_WORDS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
 _ROLE_WORDS |= {"developer": "system", "function": "tool", "ipython": "tool", "observation": "tool"}
 
@@ -39,6 +46,25 @@ def parse_messages(value: Any, key: str, where: str, role_of_text: str | None = 
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: `{key}` must be a list of messages, got {short_repr(value)}.")
     return [parse_message(message, f"{where}: {key}[{i}]") for i, message in enumerate(value)]
+
+
+def refuse_unread(
+    record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], read: Sequence[str | None], where: str
+) -> None:
+    """Check that a record has no text for the model beside its conversation; read: the keys that the config names.
+
+    Raises: DataError with the key and what to write.
+    """
+    has_system = bool(messages) and messages[0].get("role") == "system"
+    ways = {key: way for key, way in NOT_READ.items() if not (has_system and way is _SYSTEM)}
+    if "instruction" in read:
+        ways["input"] = "it is a part of the question: join the two"
+    for key, way in ways.items():
+        if key not in read and record.get(key):
+            raise DataError(
+                f"{where}: {key!r} beside the conversation would not reach the model: {way}; or remove it, in the file "
+                "or by the function that `convert` names."
+            )
 
 
 def parse_message(message: Any, where: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import msgspec
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.data.image_columns import column_of, with_images
-from stretto.data.messages import parse_messages, parse_tools, short_repr
+from stretto.data.messages import parse_messages, parse_tools, refuse_unread, short_repr
 from stretto.data.records import read_records
 from stretto.data.values import checked_json, refuse_surrogates
 from stretto.envs.base import Message, NeedsTokenizer, RunInfo, Split
@@ -333,6 +333,9 @@ class Records:
         if isinstance(prompt, str) and images:
             raise DataError(f"{where}: with apply_chat_template = false prompts are text, without images")
         if not isinstance(prompt, str):
+            named = settings.metadata_key if isinstance(settings.metadata_key, list) else [settings.metadata_key]
+            read = (settings.input_key, settings.label_key, settings.tool_key, settings.image_key, *named)
+            refuse_unread(record, prompt, read, where)
             prompt = self.pictures.replace_by_names(with_images(prompt, images, where), where)
         return {"prompt": prompt, "label": label, "metadata": metadata, "tools": tools}
 

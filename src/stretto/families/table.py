@@ -1,4 +1,4 @@
-"""The families by `model_type`, found in the files of own/."""
+"""The families by `model_type`, found in the files of own/ and among what add-ons and packages of users offer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
+from stretto import addons
+from stretto.base.errors import ConfigError
 from stretto.families import own
 from stretto.families.family import Family
 from stretto.families.others import OTHERS
 from stretto.families.traits import Traits
 
+GROUP = "stretto.families"
+
 
 def _find_families() -> dict[str, Family]:
-    """Every `Family` that a file of own/ has under a public name, in order of files and of lines."""
+    """Every `Family` that a file of own/ has under a public name, in order of files and of lines; then others' by name.
+
+    Raises: ConfigError if what is offered as a family is none, or has the `model_type` of another.
+    """
     found: dict[str, Family] = {}
     for name in sorted(module.name for module in iter_modules(own.__path__)):
         for key, value in vars(import_module(f"{own.__name__}.{name}")).items():
@@ -23,6 +30,12 @@ def _find_families() -> dict[str, Family]:
                 continue
             assert value.name not in found, f"{name}.py: another file of own/ has a family {value.name}"
             found[value.name] = value
+    for name, path in sorted(addons.offers(GROUP).items()):
+        value = addons.object_at(path)
+        if not isinstance(value, Family) or value.name in found:
+            what = "which another family is" if isinstance(value, Family) else "which is no Family of stretto"
+            raise ConfigError(f"entry point {name} of {GROUP}: {path} is {getattr(value, 'name', value)!r}, {what}")
+        found[value.name] = value
     return found
 
 

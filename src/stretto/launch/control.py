@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.api.state import describe, no_run_text, runs_here
 from stretto.base.errors import ConfigError
 from stretto.base.files import holder, read_json
 from stretto.base.paths import RunDir
@@ -24,6 +23,7 @@ from stretto.config.reading.plain import PlainParser
 from stretto.launch.launchers import FINISHES, launcher_of_run
 from stretto.launch.queues import queue_text
 from stretto.monitors.file import newest_row, read_metrics
+from stretto.state import describe, no_run_text, runs_here
 
 FOLLOW_S = 0.5
 DEFAULT_LOGS = ("job", "orchestrator", "sft", "inference")

@@ -247,9 +247,15 @@ def cost_of_model(model_dir: str | Path) -> Cost:
     )
 
 
-def packs_prefixes(model: ModelSection) -> bool:
-    """Whether samples are packed by what they begin with, because the trainer computes that once."""
-    return model.shared_prefixes == "tree" and why_unshared(model, find_model_file(model.name)) is None
+def packs_prefixes(model: ModelSection, *, is_shared: bool = False) -> bool:
+    """Whether samples are packed by what they begin with, because the trainer computes that once.
+
+    is_shared: what the trainer's ranks said of it when they registered; it decides for "auto", which depends on their
+    device.
+    """
+    if model.shared_prefixes != "tree" and not (model.shared_prefixes == "auto" and is_shared):
+        return False
+    return why_unshared(model, find_model_file(model.name)) is None
 
 
 def pack(

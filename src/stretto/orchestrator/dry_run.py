@@ -299,7 +299,10 @@ async def _first_task(
     notes += () if is_same else (f"{where} {DRAWN_PROMPT}",)
     notes += () if prompt and any(each != "" for each in _contents(prompt)) else (f"{where} is empty",)
     with boundary(EnvError, where):
-        ids = renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
+        try:
+            ids = renderer.encode(prompt) if isinstance(prompt, str) else renderer.render_prompt(prompt, tools)
+        except DataError as cause:  # what the renderer would drop; it knows no environment
+            raise EnvError(f"{where}: {cause}") from cause
     return FirstTask(f"{about}, {len(ids)} tokens:", renderer.readable(ids), num_tokens=len(ids), notes=notes)
 
 

@@ -41,7 +41,7 @@ from stretto.ledger.writer import USED
 from stretto.monitors.base import build_monitors
 from stretto.monitors.purse import Purse
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
-from stretto.orchestrator.batch import cost_of_model, packs_prefixes
+from stretto.orchestrator.batch import cost_of_model
 from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.build import (
     build_policy_renderer,
@@ -271,7 +271,6 @@ def build_loop(
         monitors=monitors,
         watch=watch,
         cost=cost_of_model(find_config(cfg.model.name) or cfg.model.name),
-        packs_prefixes=packs_prefixes(cfg.model),
         progress=progress,
         hooks=user_code.hooks,
         rollout_function=user_code.rollouts,

@@ -14,6 +14,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     world_size: int = 1
     resumed_step: int | None = None  # step whose checkpoint it loaded
     version: int = 0  # version of the weights that it holds
+    shares_prefixes: bool = False  # what samples of a row begin with alike is computed once, to any depth
     pid: int = 0
     host: str = ""
     run_id: str = ""

@@ -136,7 +136,11 @@ class Trainer:
         if self.is_batch_lead:
             self.orchestrator.register(
                 Register(
-                    rank=self.dp_rank, world_size=self.dp, resumed_step=self.resumed_step, version=self.learner.step
+                    rank=self.dp_rank,
+                    world_size=self.dp,
+                    resumed_step=self.resumed_step,
+                    version=self.learner.step,
+                    shares_prefixes=self.learner.network.sharing == "tree",
                 )
             )
         try:

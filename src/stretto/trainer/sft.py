@@ -7,7 +7,7 @@
 The state of a run is that of the learner (weights, optimizer, step, random state) and the number of examples drawn.
 Both are in a checkpoint, so a resumed run continues bit for bit. On several ranks each draws the same examples and
 trains on its share of the packed rows; the lead writes files. The learner is learner.py, examples and their order are
-batch/sft_data.py. Preference pairs are examples of another kind, batch/pairs.py, with a learner of their own, pairs.py.
+batch/sft_data.py. Preference pairs are rows of another kind, with a learner of their own: those of an add-on (`pairs`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stretto import addons
 from stretto.base import log, rundir
 from stretto.base.files import read_json, write_atomic
 from stretto.base.paths import RunDir
@@ -41,7 +43,7 @@ from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.changes import changes
 from stretto.config.load import dump, write_json
 from stretto.config.root import SFTConfig
-from stretto.config.sections.sft import Data, PreferenceData, RewardSection, SourceData
+from stretto.config.sections.sft import PREFERENCE, Data, PreferenceData, SourceData
 from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.models.hf import Policy
 from stretto.models.tracing.snapshots import MemorySnapshots
@@ -49,10 +51,8 @@ from stretto.models.tracing.tracer import Tracer
 from stretto.monitors.base import Monitors, build_monitors
 from stretto.monitors.purse import Purse, Used
 from stretto.monitors.steps import Throughput
-from stretto.trainer.batch.pairs import Pairs, find_padding, load_pairs, pack_pairs, tokens_per_reply
-from stretto.trainer.batch.sft_data import ExampleOrder, Examples, load_examples, pack
+from stretto.trainer.batch.sft_data import ExampleOrder, Examples, Rows, load_examples, pack
 from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
-from stretto.trainer.pairs import PairLearner, load_reward_model, reference_of
 from stretto.trainer.process import StopFlag, choose_kernels, stop_on_signal
 from stretto.trainer.publish.export import export_weights, prune_exports
 from stretto.trainer.publish.online_evals import OnlineEvals
@@ -156,9 +156,8 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     positions = "max_position_embeddings of the model" if cfg.model.scratch is None else SCRATCH_POSITIONS
     limit = "seq_len" if longest == cfg.seq_len else positions
     examples = _load_data(cfg, cfg.data, renderer, longest, limit, cfg.seed)
-    if isinstance(cfg.pair_loss, RewardSection):
-        assert isinstance(examples, Pairs)
-        policy.config.hf["pad_token_id"] = find_padding(policy.config.hf, renderer.tokenizer, examples)
+    if cfg.pair_loss is not None:
+        pairs().adapt(cfg, policy, renderer.tokenizer, examples)
     order = ExampleOrder(len(examples), cfg.seed, is_shuffled=not isinstance(cfg.data, SourceData) or cfg.data.shuffle)
     step = 0 if start is None else _find_position(cfg, start, examples, order)
     max_steps = find_last_step(cfg, len(examples), step, order.num_drawn)
@@ -197,41 +196,37 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     return session
 
 
-def _load_data(cfg: SFTConfig, data: Data, renderer: Renderer, longest: int, limit: str, seed: int) -> Examples | Pairs:
+def pairs() -> Any:
+    """The add-on that has rows and learner of [data] type = "preference".
+
+    Raises: ConfigError if it is not installed.
+    """
+    return addons.load("stretto.sft", "preference", PREFERENCE)
+
+
+def _load_data(cfg: SFTConfig, data: Data, renderer: Renderer, longest: int, limit: str, seed: int) -> Rows:
     """The rows of a data section as tokens; longest: of one sequence, as the key `limit` says."""
-    if not isinstance(data, PreferenceData):
-        return load_examples(data, renderer, cfg.loss_mask, longest, seed, limit=limit)
-    is_scored = isinstance(cfg.pair_loss, RewardSection)
-    limit, most = f"{limit} = {longest}", tokens_per_reply(cfg.seq_len, is_scored=is_scored)
-    if most < longest:
-        longest, limit = most, f"seq_len = {cfg.seq_len}"
-    return load_pairs(data, renderer, cfg.loss_mask, longest, is_scored=is_scored, limit=limit)
+    if isinstance(data, PreferenceData):
+        return pairs().load_rows(cfg, data, renderer, longest, limit)
+    return load_examples(data, renderer, cfg.loss_mask, longest, seed, limit=limit)
 
 
 def _build_learner(cfg: SFTConfig, policy: Policy, max_steps: int) -> Learner:
     """The learner of examples or of pairs."""
     common: dict[str, Any] = {"model": cfg.model, "optim": cfg.optim, "scheduler": cfg.scheduler}
     common |= {"max_steps": max_steps, "mesh": build_mesh(cfg.model, policy.config)}
-    if cfg.pair_loss is None:
-        return Learner(policy, **common)
-    return PairLearner(policy, pair_loss=cfg.pair_loss, **common)
+    build = Learner if cfg.pair_loss is None else partial(pairs().build_learner, cfg)
+    return build(policy, **common)
 
 
-def _build_packer(
-    cfg: SFTConfig, learner: Learner, rows: Examples | Pairs, kept: Path, wanted: Iterable[int]
-) -> Packer:
+def _build_packer(cfg: SFTConfig, learner: Learner, rows: Rows, kept: Path, wanted: Iterable[int]) -> Packer:
     """What packs rows into micro batches, by their indices.
 
-    wanted: the rows that will be asked for; of pairs the start's log-probabilities are computed now, and kept.
+    kept: where the start's log-probabilities of pairs are kept; wanted: the rows that will be asked for.
     """
     if isinstance(rows, Examples):
         return lambda indices: pack([rows[i] for i in indices], cfg.seq_len)
-    assert isinstance(learner, PairLearner)
-    reference = None
-    if learner.needs_reference:
-        start = cfg.model.name if cfg.model.scratch is None else f"scratch, seed {cfg.seed}"
-        reference = reference_of(learner, rows, wanted, cfg.seq_len, kept=kept, start=start)
-    return lambda indices: pack_pairs(rows, indices, cfg.seq_len, reference)
+    return pairs().build_packer(cfg, learner, rows, kept, wanted)
 
 
 def _load_model(cfg: SFTConfig) -> tuple[Policy, Renderer, Path]:
@@ -239,10 +234,10 @@ def _load_model(cfg: SFTConfig) -> tuple[Policy, Renderer, Path]:
     tokenizer_dir = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
     tokenizer = load_tokenizer(tokenizer_dir)
     tokens = find_tokens(tokenizer)
-    if isinstance(cfg.pair_loss, RewardSection):
-        policy: Policy = load_reward_model(cfg.model, **tokens)
+    if cfg.pair_loss is None:
+        policy: Policy = load_policy(cfg.model, may_be_meta=True, **tokens)
     else:
-        policy = load_policy(cfg.model, may_be_meta=True, **tokens)
+        policy = pairs().load_policy(cfg, **tokens)
     torch.set_num_threads(choose_threads(cfg.num_threads, sum(p.numel() for p in policy.parameters())))
     model_type = policy.config.hf["model_type"]
     model_dir = Path(cfg.model.name) if Path(cfg.model.name).is_dir() else tokenizer_dir
@@ -250,7 +245,7 @@ def _load_model(cfg: SFTConfig) -> tuple[Policy, Renderer, Path]:
     return policy, build_renderer(tokenizer, cfg.renderer, model_type, images), tokenizer_dir
 
 
-def _find_position(cfg: SFTConfig, start: ResumePoint, examples: Examples | Pairs, order: ExampleOrder) -> int:
+def _find_position(cfg: SFTConfig, start: ResumePoint, examples: Rows, order: ExampleOrder) -> int:
     """The step to continue after, 0 if the run begins anew; sets how many examples have been drawn."""
     cursor = read_position(start)
     if cfg.resume is not None and cfg.resume.skip_progress:
@@ -303,7 +298,7 @@ class Session:
     cfg: SFTConfig
     run: RunDir
     learner: Learner
-    examples: Examples | Pairs
+    examples: Rows
     order: ExampleOrder
     validation: Validation | None
     max_steps: int

@@ -337,7 +337,7 @@ class SimulatedTrainer:
     ) -> None:
         self.costs, self.cores, self.orchestrator = costs, cores, orchestrator
         self.max_steps, self.ranks, self.scale = max_steps, ranks, scale
-        self._shares_prefixes = packs_prefixes(costs.setup.rl.model)
+        self._shares_prefixes = packs_prefixes(costs.setup.rl.model, is_shared=costs.setup.is_cpu)
         self.steps: list[SimulatedStep] = []
         self.ended = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -346,7 +346,8 @@ class SimulatedTrainer:
 
     async def wait_registered(self, timeout_s: float | None = None) -> list[Register]:
         self._task = asyncio.create_task(self._train(), name="simulated trainer")
-        return [Register(rank=rank, world_size=self.ranks, resumed_step=None, version=0) for rank in range(self.ranks)]
+        ranks, shares = range(self.ranks), self._shares_prefixes
+        return [Register(rank=rank, world_size=self.ranks, shares_prefixes=shares) for rank in ranks]
 
     async def next_event(self) -> Event:
         return await self._events.get()

@@ -29,7 +29,7 @@ from stretto_service.wires.operations import BASE_WEIGHTS, RankFailed, Shutdown
 from stretto_service.wires.tenants import TenantClient
 
 if TYPE_CHECKING:
-    from stretto.config.root import ServeConfig
+    from stretto_service.config import ServeConfig
 
 logger = logging.getLogger(__name__)
 

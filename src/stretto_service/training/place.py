@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.config.service import ServiceSection, UserSection
 from stretto.transports.engine.api import Refusal
+from stretto_service.config import ServiceSection, UserSection
 from stretto_service.store import Run
 from stretto_service.training.jobs import Job
 from stretto_service.training.journal import REFUSED, Journal

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stretto.base.errors import StrettoError
 from stretto.base.secret import Secret
-from stretto.config.root import ServeConfig
+from stretto_service.config import ServeConfig
 from stretto_service.wires.tenants import TenantServer
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from typing import Any
 
 from stretto.base.errors import EngineError, StrettoError, WireError
 from stretto.base.secret import Secret
-from stretto.config.root import ServeConfig
 from stretto.transports.engine.api import Refusal
 from stretto_service.access import check_bytes
+from stretto_service.config import ServeConfig
 from stretto_service.futures import Future, Futures, Result, without_paths
 from stretto_service.store import Audit, Run, Store
 from stretto_service.training.checkpoints import Checkpoints

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from stretto.api import state
+from stretto import state
 from stretto.base.errors import ConfigError, DataError, EngineError, StrettoError, reason_of
 from stretto.base.ports import refusal_of
 from stretto_view.page import chat, conversation, export, routes

@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from stretto.api import state
+from stretto import state
 from stretto.base import process
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.ports import open_near

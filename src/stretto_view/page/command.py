@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from stretto.api import state
+from stretto import state
 from stretto.base.errors import ConfigError
 from stretto.base.ports import in_url, open_near
 from stretto.config.reading.plain import PlainParser

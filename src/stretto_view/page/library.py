@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.api import state
-from stretto.api.run import Run
+from stretto import state
 from stretto.base.errors import StrettoError
 from stretto.base.files import holder
 from stretto.base.paths import RunDir
 from stretto.base.secret import load_secret
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
 from stretto.monitors.file import MetricsTail
+from stretto_python.run import Run
 from stretto_view.page import logs
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stretto.api import state
+from stretto import state
 from stretto.base.errors import StrettoError
 from stretto.base.files import read_json
 from stretto.ledger.reader import LedgerReader

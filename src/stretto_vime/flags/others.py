@@ -189,6 +189,7 @@ def answer(flag: Flag, option: str, value: Any, typed: str) -> str | None:
     return f"{typed} does nothing: {found.text}"
 
 
+@cache
 def answer_of(option: str) -> Answer | None:
     """The answer to an option's values; None if no group has it."""
     name = option_of(option).removeprefix("--")

@@ -18,7 +18,6 @@ from stretto.config.load import dump, load
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.model import ScratchSection
 from stretto.envs.base import tasks_of
-from stretto.launch.stacks import below, processes
 from stretto.models.hub import random_model, save_hf
 from stretto_bench.command import only_given
 from stretto_bench.engine import num_gpus_of
@@ -116,6 +115,8 @@ def test_adapters_have_no_gradients_of_the_weights_they_stand_beside(model: Path
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("verb", ["sft", "inference"])
 def test_what_was_started_ends_with_the_bench(verb: str, number: int, model: Path, tmp_path: Path) -> None:
+    found = pytest.importorskip("stretto_doctor.stacks")
+    below, processes = found.below, found.processes
     words = ["--model.name", str(model), "--data.type", "file", "--data.name", "unused.jsonl", "--batch-size", "4"]
     words += ["--seq-len", "64", "--max-steps", "9", "--output-dir", str(tmp_path / "o")]
     if verb == "inference":

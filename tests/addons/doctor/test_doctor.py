@@ -177,6 +177,7 @@ def test_an_environment_plays_a_rollout_against_a_stub(words: list[str]) -> None
     assert found.state is State.GOOD and "played one rollout" in found.text
 
 
+@pytest.mark.heavy
 def test_an_environment_that_fails_when_it_scores_is_found(words: list[str], tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "broken_scores.py").write_text(
         "from stretto.envs.base import SingleTurnEnv, TaskSource\n"

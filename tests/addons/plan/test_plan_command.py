@@ -135,6 +135,7 @@ def test_a_plan_says_where_steering_settles(capsys) -> None:
     assert [each["level"] for each in never_waits["steering"]] == [1]
 
 
+@pytest.mark.heavy
 def test_a_plan_says_how_often_engines_get_weights(tmp_path, capsys) -> None:
     """Publishing takes longer than training, so fewer versions save much of the time."""
     costs = {"decode": [[1.0, 1e-5], [2.0, 1e-5]], "train": [[1.0, 0.5], [2.0, 0.5]], "load_s": 0.1, "publish_s": 4.0}

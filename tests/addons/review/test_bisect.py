@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from stored_runs import write_run
 
-from stretto.api.run import Run
 from stretto.base.errors import ConfigError
+from stretto_python.run import Run
 from stretto_review.bisect import DIFFERS, SAME, Change, bisect, changes_of_run, changes_of_words, fewest
 from stretto_review.replay import NOT_PLAYED
 

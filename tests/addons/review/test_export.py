@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import msgspec
 import numpy as np
 import pyarrow.parquet
@@ -25,7 +24,6 @@ from stretto.config.sections.sft import PreferenceData
 from stretto.data.messages import parse_messages
 from stretto.records.images import Image
 from stretto.records.rollout import Group, Rollout, RolloutStatus, Task
-from stretto.trainer.batch.pairs import parse_pair
 from stretto_review import scores
 from stretto_review.export import export, is_held_out
 
@@ -147,6 +145,7 @@ def test_a_reply_with_a_call_that_is_none_is_read_by_sft(tmp_path: Path) -> None
         tmp_path / "calls", 1, reply=lambda group, member: cut if member else "a", is_cut=lambda text: text == cut
     )
     [row] = rows(run, tmp_path / "pairs.jsonl", "--kind", "pairs")
+    parse_pair = pytest.importorskip("stretto_preference.rows").parse_pair
     pair = parse_pair(row, PreferenceData(name="pairs.jsonl"), "row")
     assert pair.replies[1] == [{"role": "assistant", "content": cut}] and pair.is_cut == (False, True)
 
@@ -184,7 +183,10 @@ def test_new_scores_take_the_place_of_rewards(run: Path, tmp_path: Path, capsys:
     assert f"{(GROUPS - 1) * MEMBERS} without a score of that name" in capsys.readouterr().out
 
 
+@pytest.mark.heavy
 def test_formats_hold_the_same_rows(run: Path, tmp_path: Path) -> None:
+    import datasets
+
     wanted = rows(run, tmp_path / "best.jsonl", "--kind", "best")
     export([str(run), "--kind", "best", "--format", "parquet", "--out", str(tmp_path / "best.parquet")])
     export([str(run), "--kind", "best", "--format", "hf", "--out", str(tmp_path / "best")])
@@ -192,7 +194,10 @@ def test_formats_hold_the_same_rows(run: Path, tmp_path: Path) -> None:
     assert datasets.load_from_disk(str(tmp_path / "best")).to_list() == wanted
 
 
+@pytest.mark.heavy
 def test_pairs_are_read_by_the_library_that_trl_reads_them_with(run: Path, tmp_path: Path) -> None:
+    import datasets
+
     wanted = rows(run, tmp_path / "pairs.jsonl", "--kind", "pairs", "--per-group", "3")
     found = datasets.load_dataset(
         "json", data_files=str(tmp_path / "pairs.jsonl"), split="train", cache_dir=str(tmp_path / "cache")

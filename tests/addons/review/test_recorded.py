@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from stored_runs import write_run
 
-from stretto.api.run import Run
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
 from stretto.vime import Arguments
+from stretto_python.run import Run
 from stretto_review.export import export
 from stretto_review.recorded import as_training, batch_of_step, unpack, without_ports, write_bundle
 from stretto_review.replay import replay

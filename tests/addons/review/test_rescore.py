@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from stored_runs import FLIPS, MEMBERS, write_run
 
-from stretto.api.run import Run
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
+from stretto_python.run import Run
 from stretto_review import scores
 from stretto_review.judging import Job, Judge
 from stretto_review.rescore import groups_of, rescore, summary

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.config.root import ServeConfig
+from stretto_service.config import ServeConfig
 from stretto_service.futures import Result
 from stretto_service.main import build
 from stretto_service.store import Run

@@ -11,7 +11,7 @@ import pytest
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
 from stretto.config.load import load
-from stretto.config.root import ServeConfig
+from stretto_service.config import ServeConfig
 from stretto_service.launch import ServicePlan, plan, screen
 
 REFUSED = {

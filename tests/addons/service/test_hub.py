@@ -21,10 +21,10 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.load import load
-from stretto.config.root import ServeConfig
 from stretto.records.sample import MicroBatch
 from stretto_service import hub as hub_module
 from stretto_service.access import SMALL_BYTES
+from stretto_service.config import ServeConfig
 from stretto_service.hub import Hub
 from stretto_service.main import build
 from stretto_service.store import Checkpoint, Run, Sampler, Session

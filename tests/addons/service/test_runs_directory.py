@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
-from stretto.config.root import ServeConfig
+from stretto_service.config import ServeConfig
 from stretto_service.hub import Hub
 from stretto_service.main import build, runs_directories
 from stretto_service.store import Run

@@ -10,10 +10,10 @@ import pytest
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
 
-from stretto.api.state import describe
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.launch.control import status
+from stretto.state import describe
 from stretto_view.commands import plot, rollouts, runs, show
 
 

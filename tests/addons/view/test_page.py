@@ -17,7 +17,7 @@ from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
 
 import stretto
-from stretto.api import state
+from stretto import state
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
 from stretto.ledger.reader import LedgerReader

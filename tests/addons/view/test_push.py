@@ -16,12 +16,12 @@ from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
 
 from stretto import __version__
-from stretto.api.run import Run
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.sections.model import ScratchSection
 from stretto.models.hub import load_model, random_model, save_hf
+from stretto_python.run import Run
 from stretto_view.card import model_card
 from stretto_view.push import push
 

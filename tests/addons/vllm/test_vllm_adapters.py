@@ -231,6 +231,7 @@ def test_layers_of_the_policys_adapter_get_the_names_of_the_files(shape, name, i
     assert name in table.shapes and names_in_files(table).get(name) == in_files
 
 
+@pytest.mark.heavy
 @needs_vllm
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_part_for_which_vllm_has_no_layer_is_found_but_not_one_of_another_stage():

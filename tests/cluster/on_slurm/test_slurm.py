@@ -16,7 +16,7 @@ from slurm_runs import Submitted
 
 from stretto.base.keeper import remove_stale
 from stretto.base.paths import RunDir
-from stretto.launch.engines import fleet_of
+from stretto_clusters.engines import fleet_of
 
 pytestmark = pytest.mark.cluster("sbatch", "slurmd", "slurmctld", "munged", "ip", "nsenter", root=True)
 

@@ -228,7 +228,7 @@ def test_a_router_between_prefill_and_decode_engines_keeps_those_that_it_was_sta
 
     servers = [ThreadingHTTPServer(("127.0.0.1", free_port()), Engine) for _ in range(2)]
     for server in servers:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     prefill, decode = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
     words = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", prefill, "--decode", decode]
 

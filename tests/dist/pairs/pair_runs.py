@@ -9,13 +9,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
+from cases.pairs import PAIR_LOSSES, build_pair_learner, random_pairs
 from ranks import gather_anything
-from tiny import PAIR_LOSSES, build_pair_learner, random_pairs
 
 from stretto.config.sections.model import ModelSection
-from stretto.trainer.batch.pairs import pack_pairs
-from stretto.trainer.pairs import reference_of
 from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, training_device
+from stretto_preference.learner import reference_of
+from stretto_preference.rows import pack_pairs
 
 NUM_STEPS = 3
 ROW_TOKENS = 64

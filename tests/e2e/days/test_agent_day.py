@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from desk import copied, summary, typed
 
-from stretto.api.run import Run
 from stretto.ledger.audit import audit
+from stretto_python.run import Run
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from letters import rows
 from processes import forked
 from runs import DEADLINE_S
 
-from stretto.api.run import Run
+from stretto_python.run import Run
 
 PAGE = HERE.parents[2] / "docs" / "from_trl.md"
 NOTHING_TO_CARRY = {"args", "eval_strategy", "report_to"}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from runs import Ended, start, wait
 
-from stretto.api.run import Run
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
+from stretto_python.run import Run
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]

@@ -13,8 +13,8 @@ import pytest
 from published import tiny_model
 from runs import MOVING, has_moved, merged, rl, start, toml, wait
 
-from stretto.api.run import Run
 from stretto.ledger.audit import audit
+from stretto_python.run import Run
 
 pytestmark = pytest.mark.slow
 OWN = {"qwen3": "qwen3", "qwen2_5": "qwen2", "llama3_1": "llama", "llama2": "llama", "yi": "llama"}

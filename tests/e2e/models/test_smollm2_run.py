@@ -14,9 +14,9 @@ from ports import free_port
 from published import smollm2
 from runs import LONG_S, Ended, start, until, wait
 
-from stretto.api.run import Run
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
+from stretto_python.run import Run
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]

@@ -14,11 +14,12 @@ from aiohttp.test_utils import TestServer
 from http_site import build_directory
 
 from stretto.base.ports import refusal_of
-from stretto.config.root import InferenceConfig, ServeConfig
+from stretto.config.root import InferenceConfig
 from stretto.inference.server import Server
 
 pytest.importorskip("stretto_service")
 pytest.importorskip("stretto_view")
+from stretto_service.config import ServeConfig
 from stretto_service.main import build as build_hub
 from stretto_view.page.app import build as build_page
 from stretto_view.page.library import Library

@@ -17,8 +17,11 @@ import tokenizers
 from cases.renderers import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import tokenizer_dir
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from stretto.base.errors import ConfigError, DataError
+from stretto.chat.conversations import CALL
 from stretto.chat.family_backend import from_library
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import Tokenizer
@@ -79,6 +82,15 @@ def lookup(key: str, times: int = 1) -> str:
 
 NEVER_PLAIN = ("deepseek-v4", "glm-5.3")
 """Families of whose replies the library always looks at all tokens."""
+SHOW_NO_TOOLS = ("deepseek-r1", "deepseek-v3")
+"""Families whose template has no place for descriptions of tools."""
+
+
+def described(family: str, tools: Toolset) -> list[dict] | None:
+    """The tools' descriptions, for families that show them."""
+    return None if family in SHOW_NO_TOOLS else tools.schemas
+
+
 TEXTS = ["yes", "a b", "x=1\n\ny", "é", "ok.", "1"]
 THOUGHTS = [None, "hm", "so\nthen"]
 
@@ -104,8 +116,13 @@ class Script:
             arguments = {"key": self.rng.choice(TEXTS), "times": self.rng.randrange(3)}
             call = {"name": "lookup", "arguments": arguments}
             message["tool_calls"] = [{"type": "function", "id": "functions.lookup:0", "function": call}]
-        conversation = [{"role": "user", "content": "go"}, message]
-        rendered = self.renderer.render_sft(conversation, LossMaskSection(), Toolset([lookup]).schemas)
+            if self.renderer.name == "llama-3":  # its template shows a call alone
+                message["content"] = ""
+        tools = described(self.renderer.name, Toolset([lookup]))
+        rendered = self.renderer.render_sft([QUESTION, message], LossMaskSection(), tools)
+        if rendered.num_left_out:  # a family that shows no thoughts
+            message.pop("reasoning_content")
+            rendered = self.renderer.render_sft([QUESTION, message], LossMaskSection(), tools)
         [(ids, mask, _)] = rendered.examples
         reply = ids[mask].tolist()
         return reply if reply[-1] in self.renderer.stop_ids else [*reply, self.renderer.stop_ids[0]]
@@ -119,8 +136,8 @@ class Chatter:
 
     name = "chatter"
 
-    def __init__(self, seed: int, num_turns: int) -> None:
-        self.seed, self.num_turns = seed, num_turns
+    def __init__(self, family: str, seed: int, num_turns: int) -> None:
+        self.family, self.seed, self.num_turns = family, seed, num_turns
         self.rewritten = []
 
     def tasks(self, split):
@@ -131,7 +148,7 @@ class Chatter:
         messages = [{"role": "system", "content": "be brief"}] if rng.random() < 0.5 else []
         messages.append({"role": "user", "content": "go"})
         for turn in range(self.num_turns):
-            reply = await ctx.chat(messages, tools.schemas)
+            reply = await ctx.chat(messages, described(self.family, tools))
             messages.append(reply.message)
             answers = await tools.answer(reply)
             for number, answer in enumerate(answers):
@@ -155,7 +172,7 @@ class Chatter:
 @given(seed=st.integers(0, 10**6), num_turns=st.integers(1, 5))
 def test_branches_are_what_the_engine_saw_and_every_sampled_token_is_trained_once(family, seed, num_turns):
     renderer = renderer_of(family)
-    engine, env = Script(renderer, seed), Chatter(seed, num_turns)
+    engine, env = Script(renderer, seed), Chatter(family, seed, num_turns)
     player = Player(engine, renderer, SamplingSection(), seq_len=10**6, max_retries=0)
     group = asyncio.run(player.play(env, Draw(0, env.tasks("train").task(0), 1, version=0)))
     (rollout,) = group.rollouts
@@ -181,6 +198,130 @@ def test_branches_are_what_the_engine_saw_and_every_sampled_token_is_trained_onc
     samples = to_samples([msgspec.structs.replace(group, advantages=(1.0,))])
     trained = np.concatenate([sample.logprobs[sample.loss_mask] for sample in samples])
     np.testing.assert_array_equal(trained, np.concatenate([logprobs for *_, logprobs in engine.seen]))
+
+
+WORD = "zqxhighvz"
+SYSTEM, QUESTION, ANSWER = (
+    {"role": "system", "content": WORD},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_shows_tools_or_refuses_them(family):
+    renderer, tools = renderer_of(family), Toolset([lookup]).schemas
+    try:
+        assert "Looks up a word" in renderer.render_text([QUESTION], tools)
+    except DataError as error:
+        assert family in SHOW_NO_TOOLS and f"{family} shows no tools" in str(error)
+    row = [QUESTION, ANSWER | {"content": "", "tool_calls": [CALL]}]
+    if family in SHOW_NO_TOOLS:
+        with pytest.raises(DataError, match="shows no tools"):
+            renderer.render_sft(row, LossMaskSection(), tools)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("place", ["second", "after a user", "after a reply"])
+def test_a_system_message_that_is_not_the_first_is_shown_or_refused(family, place):
+    before = {"second": [SYSTEM | {"content": "x"}], "after a user": [QUESTION], "after a reply": [QUESTION, ANSWER]}
+    renderer = renderer_of(family)
+    messages = [*before[place], SYSTEM, QUESTION]
+    try:
+        assert WORD in renderer.render_text(messages)
+    except DataError as error:
+        assert family in str(error)
+    if place != "after a reply":
+        return
+    prompt = renderer.render_prompt([QUESTION])
+    reply = [*renderer.encode("b").tolist(), renderer.stop_ids[0]]
+    try:
+        extended = renderer.extend(prompt, reply, [QUESTION, ANSWER], [SYSTEM, QUESTION])
+        assert extended is None or WORD in renderer.decode(extended)
+    except DataError as error:
+        assert f"{family} drops a message of the role 'system' behind one of the role 'assistant'" in str(error)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_beside_a_call_is_trained_or_the_reply_is_left_out_and_counted(family):
+    renderer, tools = renderer_of(family), described(family, Toolset([lookup]))
+    row = [QUESTION, ANSWER | {"content": WORD, "tool_calls": [CALL]}]
+    rendered = renderer.render_sft(row, LossMaskSection(), tools)
+    if rendered.num_left_out:
+        assert not rendered.examples
+    else:
+        [(ids, mask, _)] = rendered.examples
+        assert WORD in renderer.decode(ids[mask]) and CALL["function"]["name"] in renderer.decode(ids[mask])
+
+
+def test_a_conversation_that_the_library_refuses_is_an_error_of_the_data():
+    row = [QUESTION, ANSWER | {"content": "", "tool_calls": [CALL, CALL]}]
+    with pytest.raises(DataError, match=r"llama-3 refuses the conversation: .*single tool call"):
+        renderer_of("llama-3").render_sft(row, LossMaskSection(), Toolset([lookup]).schemas)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_thought_is_trained_or_its_reply_is_left_out_and_counted(family):
+    row = [QUESTION, ANSWER | {"reasoning_content": WORD}]
+    rendered = renderer_of(family).render_sft(row, LossMaskSection())
+    if rendered.num_left_out:
+        assert not rendered.examples
+    else:
+        [(ids, mask, _)] = rendered.examples
+        assert WORD in renderer_of(family).decode(ids[mask])
+
+
+@pytest.mark.parametrize("family", ["kimi-k2", "kimi-k2.5"])
+@pytest.mark.parametrize("ids", [(None, None), ("call_a", "call_b"), ("functions.other:3", "functions.look_up:4")])
+def test_calls_of_kimi_name_their_function_and_results_their_call(family, ids):
+    renderer = renderer_of(family)
+    functions = ({"name": "other", "arguments": {}}, CALL["function"])
+    calls = [{"type": "function", "function": f} | ({} if i is None else {"id": i}) for f, i in zip(functions, ids)]
+    results = [
+        {"role": "tool", "content": f"r{n}", "name": f["name"]} | ({} if i is None else {"tool_call_id": i})
+        for n, (f, i) in enumerate(zip(functions, ids))
+    ]
+    row = [QUESTION, ANSWER | {"content": "", "tool_calls": calls}, *results, ANSWER]
+    rendered = renderer.render_sft(row, LossMaskSection(), Toolset([lookup]).schemas)
+    assert rendered.num_left_out == 0
+    text = renderer.decode(rendered.examples[-1].token_ids)
+    first, second = ("functions.other:3", "functions.look_up:4") if ids[0] == "functions.other:3" else (
+        "functions.other:0", "functions.look_up:1",
+    )  # fmt: skip
+    assert f"<|tool_call_begin|>{first}<" in text and f"<|tool_call_begin|>{second}<" in text
+    assert f"## Return of {first}\nr0" in text and f"## Return of {second}\nr1" in text
+
+
+def test_a_result_names_the_call_as_the_policy_has_named_it():
+    renderer, tools = renderer_of("kimi-k2"), Toolset([lookup])
+    prompt = renderer.render_prompt([QUESTION], tools.schemas)
+    call = "<|tool_calls_section_begin|><|tool_call_begin|>functions.lookup:7<|tool_call_argument_begin|>"
+    reply = renderer.encode(call + '{"key": "a"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>').tolist()
+    message = renderer.parse(reply, prompt, tools.schemas)
+    answer = asyncio.run(tools.call(message["tool_calls"][0]))
+    extended = renderer.extend(prompt, reply, [QUESTION, message], [answer], tools.schemas)
+    assert extended is not None
+    assert "## Return of functions.lookup:7\na!" in renderer.decode(extended[len(prompt) + len(reply) :])
+
+
+@pytest.mark.slow
+def test_gpt_oss_trains_each_thought_and_every_token_between_thought_and_call():
+    try:
+        renderer = build_renderer(tokenizer_dir("gptoss"), RendererSection(name="gpt-oss"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    tools = Toolset([lookup]).schemas
+    call = ANSWER | {"content": "", "reasoning_content": "I must look.", "tool_calls": [CALL]}
+    found = {"role": "tool", "content": "At noon.", "name": "look_up"}
+    rendered = renderer.render_sft(
+        [QUESTION, call, found, ANSWER | {"reasoning_content": WORD}], LossMaskSection(), tools
+    )
+    texts = [renderer.decode(ids[mask]) for ids, mask, _ in rendered.examples]
+    assert rendered.num_left_out == 0
+    assert "I must look.<|end|><|start|>assistant<|channel|>commentary to=functions.look_up<|message|>{" in texts[0]
+    assert texts[-1].endswith(f"{WORD}<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>")
+    prompt = renderer.render_prompt([QUESTION], tools)
+    assert rendered.examples[0].token_ids[: len(prompt)].tolist() == prompt.tolist()
 
 
 REPLIES = [

@@ -50,6 +50,70 @@ def test_a_reply_of_two_calls_of_which_the_template_shows_one_is_left_out_and_co
     assert rendered.num_left_out == 1 and not rendered.examples
 
 
+KIMI = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}
+{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] -%}
+<|tool_call_begin|>{{ c['id'] }}<|tool_call_argument_begin|>{{ c['function']['arguments'] | tojson }}<|tool_call_end|>
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("ids", [(None, None), ("call_a", "call_b")])
+def test_ids_that_stand_for_the_name_of_a_function_are_made_of_it(ids):
+    renderer = renderer_of(KIMI, name="template")
+    names = ("other", "look_up")
+    calls = [{"type": "function", "function": {"name": n, "arguments": {}}} for n in names]
+    results = [{"role": "tool", "content": n, "name": n} for n in names]
+    if ids[0] is not None:
+        calls = [call | {"id": i} for call, i in zip(calls, ids)]
+        results = [result | {"tool_call_id": i} for result, i in zip(results, ids)][::-1]
+    text = renderer.render_text([ROW[0], {"role": "assistant", "content": "", "tool_calls": calls}, *results])
+    assert "begin|>functions.other:0<" in text and "begin|>functions.look_up:1<" in text
+    assert "Return of functions.other:0\nother" in text and "Return of functions.look_up:1\nlook_up" in text
+
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+NEXT = "<|end|><|start|>assistant"
+CALLED = {"role": "assistant", "content": "", "reasoning_content": "I must look.", "tool_calls": [CALL]}
+FOUND = {"role": "tool", "content": "At noon.", "name": "look_up", "tool_call_id": CALL["id"]}
+
+
+def test_a_thought_that_the_template_calls_thinking_is_trained():
+    renderer = renderer_of(sources()["gptoss"], name="template")
+    answer = {"role": "assistant", "content": "At noon.", "reasoning_content": "So it is noon."}
+    rendered = renderer.render_sft([ROW[0], CALLED, FOUND, answer], LossMaskSection(), [TOOL])
+    [(ids, mask, _)] = rendered.examples
+    assert rendered.num_left_out == 0
+    trained = renderer.decode(ids[mask])
+    assert trained.startswith(f"{ANALYSIS}I must look.{NEXT} to=functions.look_up<|channel|>")
+    assert trained.endswith(f"<|call|>{ANALYSIS}So it is noon.{NEXT}{FINAL}At noon.<|return|>")
+
+
+def test_a_call_ends_a_reply_where_the_template_ends_one_with_it():
+    renderer = renderer_of(sources()["gptoss"], name="template")
+    assert renderer.tokenizer.token_id("<|call|>") in renderer.stop_ids
+    [(ids, mask, _)] = renderer.render_sft([ROW[0], CALLED], LossMaskSection(), [TOOL]).examples
+    assert renderer.decode(ids[mask]).endswith("}<|call|>")
+
+
+def test_a_thought_before_a_call_stays_in_its_branch_until_the_call_is_answered():
+    renderer = renderer_of(sources()["gptoss"], name="template")
+    prompt = renderer.render_prompt([ROW[0]], [TOOL])
+    text = f"{ANALYSIS}I must look.{NEXT}<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>"
+    reply = renderer.encode(text + '{"word": "high tide", "times": 3}<|call|>').tolist()
+    history = [ROW[0], renderer.parse(reply, prompt, [TOOL])]
+    assert history[1]["reasoning_content"] == "I must look." and history[1]["tool_calls"]
+    extended = renderer.extend(prompt, reply, history, [FOUND], [TOOL])
+    assert extended is not None and extended[: len(prompt) + len(reply)].tolist() == [*prompt.tolist(), *reply]
+
+
+def test_a_thought_and_a_text_beside_a_call_are_shown_as_the_template_can():
+    renderer = renderer_of(sources()["gptoss"], name="template")
+    messages = [ROW[0], CALLED | {"content": "Wait."}, FOUND]
+    assert "Wait.<|end|>" in renderer.render_text(messages, [TOOL])
+
+
 @pytest.mark.parametrize("role", ["system", "critic"])
 def test_a_message_that_the_template_drops_at_its_place_is_refused(role):
     renderer = renderer_of(sources()["gptoss"], name="template")

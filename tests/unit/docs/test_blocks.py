@@ -19,7 +19,8 @@ from pages.workplace import build_workplace, link_models, reader_files, whole_co
 from stretto.base import ports
 from stretto.cli import main
 from stretto.config.load import load
-from stretto.config.root import RLConfig, ServeConfig, SFTConfig
+from stretto.config.root import RLConfig, SFTConfig
+from stretto_service.config import ServeConfig
 
 pytestmark = pytest.mark.heavy
 

@@ -32,6 +32,7 @@ def test_the_readme_links_to_nothing_that_is_not_stored():
 
 @pytest.mark.heavy
 def test_generated_pages_are_written_into_a_directory(tmp_path, monkeypatch):
+    tmp_path = tmp_path / "not" / "there"
     monkeypatch.setattr(sys, "argv", ["generated.py", str(tmp_path)])
     runpy.run_path(str(ROOT / "docs" / "site" / "generated.py"), run_name="__main__")
     assert {path.name for path in tmp_path.iterdir()} == set(GENERATED)

@@ -50,6 +50,45 @@ def test_messages_and_prompt_completion_rows_are_the_same_examples(renderer, tmp
     assert len({example.token_ids.tobytes() for example in examples}) == 1
 
 
+@pytest.mark.parametrize(
+    ("beside", "way"),
+    [
+        ({"system": "Be brief."}, "write it as the first message"), ({"system_prompt": "Be brief."}, "first message"),
+        ({"functions": [{"name": "look"}]}, "under 'tools'"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "in the config's section renderer"),
+    ],
+)  # fmt: skip
+def test_what_a_row_says_to_the_model_beside_its_conversation_is_refused(beside, way, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [messages("ba", "ab"), messages("ba", "ab") | beside])
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: {next(iter(beside))!r} beside the conversation.*{way}"):
+        list(read_rows(FileData(name=str(path)), 0))
+
+
+def test_columns_that_are_empty_or_said_in_the_conversation_or_named_are_read_on(tmp_path):
+    talk = messages("ba", "ab")["messages"]
+    system = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"messages": talk, "system": "", "functions": [], "source": "web", "id": 3},
+        {"messages": [system, *talk], "system": "Be brief."},
+    ]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert len(list(read_rows(FileData(name=str(path)), 0))) == 2
+    path = write_jsonl(tmp_path / "named.jsonl", [{"system_prompt": "ba", "answer": "ab"}])
+    (row,) = read_rows(FileData(name=str(path), input_key="system_prompt", output_key="answer"), 0)
+    assert row.messages == talk
+
+
+@pytest.mark.parametrize("keys", [{}, {"input_key": "instruction", "output_key": "output"}])
+def test_the_input_of_an_instruction_is_not_lost(keys, tmp_path):
+    row = {"instruction": "Sort.", "input": "ba", "output": "ab"}
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(DataError, match=r"join the two"):
+        list(read_rows(FileData(name=str(path), **keys), 0))
+    path = write_jsonl(tmp_path / "rows.jsonl", [row | {"input": ""}])
+    (found,) = read_rows(FileData(name=str(path), input_key="instruction", output_key="output"), 0)
+    assert found.messages[0]["content"] == "Sort."
+
+
 def test_conversation_and_tools_are_read_from_the_configured_keys(renderer, tmp_path):
     tools = [{"type": "function", "function": {"name": "look", "description": "a", "parameters": {}}}]
     talk = messages("ba", "ab")["messages"]

@@ -70,6 +70,14 @@ def dataset(file, **args):
 # -- without hooks --
 
 
+def test_a_system_prompt_beside_the_prompt_is_refused_unless_it_is_asked_for(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "label": "a", "system": "Be brief."}))
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: 'system' beside the conversation would not reach the model"):
+        dataset(path, reward="exact")
+    dataset(path, reward="exact", metadata_key=["system"])
+
+
 def test_prompt_and_label_make_an_environment_whose_groups_are_one_request(file):
     env = dataset(file)
     group, engine = play(env, members=8)

@@ -111,8 +111,8 @@ def test_a_family_is_named_in_one_file() -> None:
         files = {file for file in files if name not in OTHER_MEANINGS.get(file, ())}
         if len(files) != 1:
             wrong.append(f"{name}: {', '.join(sorted(files))}; make it a trait (families/traits.py)")
-        elif not (where := next(iter(files))).startswith("stretto/families/"):
-            wrong.append(f"{name}: {where} is no file of families/")
+        elif not (where := next(iter(files))).startswith(("stretto/families/", "stretto_families/")):
+            wrong.append(f"{name}: {where} is no file of families/, nor of stretto_families")
     assert not wrong, "\n".join(wrong)
     assert places().keys() == TRAITS.keys()
     for file, names in OTHER_MEANINGS.items():
@@ -126,6 +126,40 @@ def test_a_family_that_is_a_file_is_found_by_all_that_ask(tmp_path: Path) -> Non
     command = [sys.executable, "-c", ASKED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
     assert done.stdout == "found everywhere\n", done.stderr
+
+
+OFFERED = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+from stretto.base.errors import ConfigError
+
+try:
+    from stretto.families.table import FAMILIES, traits_of
+
+    print(FAMILIES["made_up"].architecture, traits_of("made_up_too").undivided_heads)
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("families_of_mine:MADE_UP", "MadeUpForCausalLM is made up"),
+        ("families_of_mine:Family", "entry point made_up of stretto.families: .*:Family is .*, which is no Family"),
+        ("stretto.families.own.dense:QWEN3", "entry point made_up .*: .*:QWEN3 is 'qwen3', which another family is"),
+    ],
+)
+def test_a_package_of_a_user_offers_a_family_by_an_entry_point(tmp_path: Path, value: str, found: str) -> None:
+    (tmp_path / "families_of_mine.py").write_text(MADE_UP)
+    about = tmp_path / "stretto_mine-1.0.dist-info"
+    about.mkdir()
+    (about / "entry_points.txt").write_text(f"[stretto.families]\nmade_up = {value}\n")
+    command = [sys.executable, "-c", OFFERED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    assert re.search(found, done.stdout), (done.stdout, done.stderr)
 
 
 def test_a_family_of_ours_is_not_one_of_transformers_only() -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -128,13 +129,15 @@ async def test_abort_by_id_leaves_the_others():
 
 
 @pytest.mark.heavy
-async def test_an_update_reaches_a_busy_engine_and_loses_no_request(tmp_path):
-    publisher = FilesystemPublisher(tmp_path, keep_versions=2)
+async def test_an_update_reaches_a_busy_engine_and_loses_no_request(tmp_path, monkeypatch):
     other = build_model(seed=1)
+    published = FilesystemPublisher(tmp_path, keep_versions=2).publish(1, export_tensors(other))
     async with running(build_engine(build_model())) as engine:
+        step = engine.core.step
+        monkeypatch.setattr(engine.core, "step", lambda: [time.sleep(0.003), step()][1])  # the update has time to come
         tasks = [asyncio.create_task(engine.generate(ask(f"r{i}", [2, 3 + i], n=2, **LONG))) for i in range(4)]
         await until(lambda: engine.core.scheduler.counters.generation_tokens > 20)
-        await engine.update(publisher.publish(1, export_tensors(other)))
+        await engine.update(published)
         assert engine.core.version == 1
         done = await asyncio.gather(*tasks)
         for request in done:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.inference.embedded.blocks import BlockPool, chain_hashes
+from stretto.inference.embedded.blocks import KEPT_VERSIONS, BlockPool, chain_hashes
 
 
 def ids(*values):
@@ -69,9 +69,41 @@ def test_forgetting_keeps_owned_blocks_and_finds_nothing():
     assert pool.num_free == 3
 
 
+def test_a_cached_block_is_kept_while_sequences_of_recent_versions_use_it():
+    pool = BlockPool(4)
+    used, unused = pool.allocate(1), pool.allocate(1)
+    pool.register(int(used[0]), b"used")
+    pool.register(int(unused[0]), b"unused")
+    pool.release(used)
+    pool.release(unused)
+    for version in range(KEPT_VERSIONS):
+        assert len(pool.lookup([b"unused"])) == 1
+        if version == 1:  # the next turn of a rollout
+            pool.share(pool.lookup([b"used"]))
+            pool.release(used)
+        pool.begin_version()
+    assert len(pool.lookup([b"unused"])) == 0 and len(pool.lookup([b"used"])) == 1
+    assert pool.num_free == 3
+
+
+def test_a_run_of_short_versions_uses_few_of_many_blocks():
+    pool, touched = BlockPool(1000), set()
+    for version in range(100):
+        blocks = pool.allocate(10)
+        touched |= set(blocks.tolist())
+        for block in blocks.tolist():
+            pool.register(block, f"{version} {block}".encode())
+        pool.release(blocks)
+        pool.begin_version()
+    assert len(touched) == 10 * KEPT_VERSIONS
+
+
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.sampled_from(["allocate", "release", "share", "register"]), st.integers(0, 50)), max_size=80)
+    st.lists(
+        st.tuples(st.sampled_from(["allocate", "release", "share", "register", "version"]), st.integers(0, 50)),
+        max_size=80,
+    )
 )
 def test_every_block_is_owned_or_free_exactly_once(operations):
     pool, owners, keys = BlockPool(9), [], 0
@@ -86,6 +118,8 @@ def test_every_block_is_owned_or_free_exactly_once(operations):
         elif action == "register" and owners:
             keys += 1
             pool.register(int(owners[pick % len(owners)][0]), str(keys).encode())
+        elif action == "version":
+            pool.begin_version()
         counted = np.zeros(9, np.int64)
         for held in owners:
             np.add.at(counted, held, 1)

@@ -116,7 +116,7 @@ def test_help_of_a_word_shows_only_its_keys(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("verb", ("rl", "sft", "eval", "serve"))
+@pytest.mark.parametrize("verb", ("rl", "sft", "eval", pytest.param("serve", marks=needs("service"))))
 def test_the_page_says_of_every_key_what_help_says(verb: str) -> None:
     plain = lambda text: " ".join(text.replace("`", "").split())
     page = plain(markdown())

@@ -235,6 +235,17 @@ def test_what_a_model_is_decides_whether_its_samples_are_packed_by_what_they_sha
     reason = why_unshared(section, find_model_file(section.name))
     assert packs_prefixes(section) == (word is None)
     assert reason is None if word is None else word in (reason or "")
+    chosen = section.model_copy(update={"shared_prefixes": "auto"})
+    assert packs_prefixes(chosen, is_shared=True) == (word is None)
+    assert not packs_prefixes(chosen, is_shared=False), "its trainer computes each sample"
+
+
+def test_a_plan_says_whether_what_samples_begin_with_is_computed_once(config) -> None:
+    def said(*words: str) -> bool:
+        return "with what samples begin with alike once" in str(planned(config(*words)).batch)
+
+    assert said() and said("--model.shared-prefixes", "tree")  # on CPUs
+    assert not said("--model.shared-prefixes", "off") and not said("--model.shared-prefixes", "prompts")
 
 
 def test_what_an_adapter_loses_in_bfloat16_is_said_where_it_is_merged(config, tmp_path) -> None:

@@ -121,6 +121,7 @@ def add_token(directory: Path, text: str) -> None:
     path.write_text(json.dumps(data))
 
 
+@pytest.mark.heavy
 def test_an_added_token_without_a_row_is_a_warning_and_an_error_if_conversations_have_it(model) -> None:
     add_token(model, "<new>")
     (note,) = check(model)
@@ -206,6 +207,7 @@ def test_an_adapter_with_the_rate_of_whole_weights_is_a_warning(
     assert not check_weights_of(load(cls, words[:-2]))
 
 
+@pytest.mark.heavy
 def test_families_of_transformers_are_compared_with_its_own_model(tmp_path: Path) -> None:
     from transformers import GraniteConfig, GraniteForCausalLM
 

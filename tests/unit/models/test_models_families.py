@@ -123,9 +123,13 @@ CASES = {
         },
     ),
 } | MIXER_CASES  # fmt: skip
+CASES = {name: case for name, case in CASES.items() if case[0] in FAMILIES}
+"""Those of families that are here: some are an add-on's."""
 
 
 def build_theirs(case: str, seed: int = 0):
+    if case not in CASES:
+        pytest.skip("the family is an add-on's, which is not here")
     family, settings = CASES[case]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **SHAPE | {"tie_word_embeddings": False} | settings)

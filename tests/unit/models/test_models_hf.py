@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection, ScratchSection
+from stretto.families.table import FAMILIES as OURS
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.hf import PACKED_FAMILIES, HFDecoder, build_meta_hf_model, load_hf_model
@@ -60,6 +61,8 @@ FAMILIES = {
     "llama": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
 }
+FAMILIES = {name: keys for name, keys in FAMILIES.items() if name in OURS}
+"""Those that are here: some are an add-on's."""
 
 
 def build_hf(family):

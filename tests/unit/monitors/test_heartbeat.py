@@ -39,7 +39,7 @@ def test_a_heartbeat_is_sent_after_a_step_but_at_most_once_per_interval():
             """Quiet."""
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/beat"
     for monitor in (heartbeat(url, 0), heartbeat(url, 60)):
         monitor.log(1, {})

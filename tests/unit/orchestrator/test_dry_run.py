@@ -176,8 +176,9 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
     build_letters_tokenizer(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
 
-    def shown(**args) -> str:
+    def shown(template: str | None = None, **args) -> str:
         words = ["--orchestrator.env", json.dumps([{"id": "previewed:Ask", "name": "mine", "args": args}])]
+        words += [] if template is None else ["--orchestrator.renderer.template", template]
         [task], missing, _ = preview(load(RLConfig, [*words, "--model.name", "model"]).orchestrator_config())
         assert not missing
         return f"{task.about}\n{task.prompt}"
@@ -190,6 +191,9 @@ def test_the_first_task_of_an_environment_is_shown_as_the_model_will_see_it(tmp_
         shown(prompt=[{"role": "assistant", "content": "a", "tool_calls": 5}])
     with pytest.raises(EnvError, match=r"task train-0, prompt \(.* is 3"):
         shown(prompt=3)
+    hides = "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}"
+    with pytest.raises(EnvError, match=r"environment mine, task train-0, prompt: the chat template .* drops messages"):
+        shown(hides, prompt=[{"role": "system", "content": "b"}, {"role": "user", "content": "a"}])
     with pytest.raises(EnvError, match=r"prompt: .*previewed.py:14 in prompt: KeyError: 'absent'"):
         shown(prompt="raise")
     with pytest.raises(ConfigError, match="num_tasks = 0"):

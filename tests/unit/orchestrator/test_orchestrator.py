@@ -63,6 +63,19 @@ def test_several_of_the_longest_samples_share_a_row_that_is_longer_than_they_may
     assert longest[None] <= 64 < longest[1000]
 
 
+def test_rows_are_packed_by_what_samples_share_where_the_trainer_computes_that_once(tmp_path):
+    """Prompts of 31 tokens and more, twice in each group."""
+    longest = {}
+    for shares in (False, True):
+        trainer = FakeTrainer(max_steps=2, shares_prefixes=shares)
+        cfg = config(tmp_path / str(shares), max_steps=2, env=[{"id": ECHO, "name": "echo", "system_prompt": "x" * 24}])
+        train(cfg, FakeEngine(parrot(0.5)), trainer)
+        rows = [micro for step in trainer.batches for batch in step for micro in batch.micro_batches]
+        assert sum(micro.num_samples for micro in rows) == 16
+        longest[shares] = max(len(micro.token_ids) for micro in rows)
+    assert longest[False] <= cfg.seq_len < longest[True], "shared tokens count once"
+
+
 def test_every_rank_gets_its_share(tmp_path):
     cfg = config(tmp_path, num_train_workers=3, max_steps=2)
     trainer = FakeTrainer(max_steps=2, world_size=3)

@@ -64,8 +64,10 @@ def test_rows_have_at_most_so_many_patches_and_images_travel_with_their_samples(
         sample(i, length, images=tuple(pictures[n] for n in sorted(shown))) for i, (length, shown) in enumerate(drawn)
     ]
     batches = pack_now(samples, step=1, seq_len=SEQ_LEN, max_patches=40)
-    for name, (micro, _, document) in documents(batches).items():
-        assert micro.images_of(document) == samples[int(name[1:].split(".")[0])].images
+    for name, (micro, span, document) in documents(batches).items():
+        drawn_one = samples[int(name[1:].split(".")[0])]
+        assert micro.images_of(document) == drawn_one.images
+        np.testing.assert_array_equal(micro.token_ids[span], drawn_one.token_ids)
         patches = sum(image.num_patches for image in set(micro.images))
         assert patches <= 40 or micro.num_samples == 1
 

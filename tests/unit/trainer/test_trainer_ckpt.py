@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import sys
 import threading
@@ -400,3 +401,44 @@ def test_names_of_checkpoints_and_exports_are_on_the_disk_when_they_are_complete
     save_checkpoint(run, learner)
     export_weights(run, learner.network.weights, 1, tmp_path / "tokenizer")
     assert {run.checkpoint(1), run.checkpoints, run.weights} <= flushed
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_copy_that_is_written_beside_training_takes_memory_only_while_it_is_written(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), slice_files.write_slices
+
+    def held_up(*arguments):
+        assert may_write.wait(30)
+        write(*arguments)
+
+    class Large:
+        """64 MB in tensors that are small enough for the allocator to keep their memory."""
+
+        def __init__(self):
+            self.step, self.tensors = 1, [torch.full((1 << 18,), float(i)) for i in range(64)]
+
+        def check_finite(self):
+            pass
+
+        def state(self):
+            return LearnerState({f"t{i}": TensorSlice.whole(each) for i, each in enumerate(self.tensors)}, {})
+
+    def resident_mb():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+
+    monkeypatch.setattr(slice_files, "write_slices", held_up)
+    saver, large = checkpoint.Saver(RunDir(tmp_path), is_async=True, on_written=lambda step: None), Large()
+    may_write.set()
+    saver.save(large)  # what is imported for it, and its buffers
+    saver.wait()
+    may_write.clear()
+    before = resident_mb()
+    saver.save(large)
+    assert resident_mb() - before >= 60
+    may_write.set()
+    saver.wait()
+    assert resident_mb() - before <= 20
+    written = checkpoint.SavedState(RunDir(tmp_path).checkpoint(1) / "trainer", advice="")
+    found = {"t63": TensorSlice.whole(torch.empty(1 << 18))}
+    written.read(found)
+    assert torch.equal(found["t63"].tensor, large.tensors[63])

@@ -1,18 +1,19 @@
-"""Checks a root against the rules of all modules here; roots know no rules."""
+"""Checks a root against the rules of all modules here, and of add-ons; roots know no rules."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from stretto import addons
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules import batches, engine, frozen, learning, machines, megatron, model, ray, run, service, slurm
-from stretto.config.rules.rule import At, Problem, Problems, Rule, below, of_part, walk
+from stretto.config.rules import batches, engine, frozen, learning, machines, megatron, model, run
+from stretto.config.rules.rule import At, Problem, Problems, Rule, Rules, below, of_part, walk
 from stretto.config.section import Section
 from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.trainer import AdamWOptim, TrainerKeys, TrainerSection
 
-TABLES = tuple(
-    room.RULES for room in (run, model, learning, batches, engine, machines, megatron, frozen, slurm, ray, service)
-)
+TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines, megatron, frozen))
 DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (OrchestratorKeys, batches.late_rollouts),
     (OrchestratorKeys, batches.limit_never_reached),
@@ -27,18 +28,25 @@ DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
 
 def check(root: Section) -> list[Problem]:
     """The rules between keys that a root breaks."""
+    tables = (*TABLES, *_of_add_ons(root))
     problems: list[Problem] = []
     for section, path in walk(root):
         if isinstance(section, RLConfig):
-            problems += _broken(TrainerSection, of_part(section.trainer_config(), "trainer"))
-            problems += _broken(OrchestratorSection, of_part(section.orchestrator_config(), "orchestrator"))
+            problems += _broken(tables, TrainerSection, of_part(section.trainer_config(), "trainer"))
+            problems += _broken(tables, OrchestratorSection, of_part(section.orchestrator_config(), "orchestrator"))
         for cls in reversed(type(section).__mro__):
-            problems += _broken(cls, below(section, path))
+            problems += _broken(tables, cls, below(section, path))
     return problems
 
 
-def _broken(cls: type, at: At) -> Problems:
-    for table in TABLES:
+def _of_add_ons(root: Section) -> list[Rules]:
+    """The tables of add-ons whose section this root has."""
+    given = [path for name, path in addons.offers("stretto.rules").items() if getattr(root, name, None) is not None]
+    return [addons.object_at(path).RULES for path in given]
+
+
+def _broken(tables: Sequence[Rules], cls: type, at: At) -> Problems:
+    for table in tables:
         for rule in table.get(cls, ()):
             yield from rule(at.section, at)
 

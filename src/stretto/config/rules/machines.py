@@ -1,7 +1,8 @@
-"""Rules of `rl` about machines: engines, ports, GPUs and nodes."""
+"""Rules about machines: engines, ports, GPUs and nodes."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -9,13 +10,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stretto.config.derived import LOCAL_HOSTS
-from stretto.config.root import RLConfig
+from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.batches import is_address, urls
 from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, value_of
-from stretto.config.rules.slurm import is_loopback
 from stretto.config.sections.inference import InferenceSection
 
 LOOPBACK = "127.0.0.1"
+HOST = re.compile(r"[\w.-]+|(?=.*:.*:)[\da-fA-F:.]+(%[\w.-]+)?")
+"""A name or an address of a machine, those of IPv6 without brackets."""
 POLICY_NAMES = ("actor", "default")
 """Names of the policy in vime's terms."""
 GPU_KEYS = {  # per part of a run: the ids of its GPUs, and their number
@@ -520,6 +522,35 @@ def undrafted_sampling(c: RLConfig, at: At) -> Problems:
                 yield Problem((key, drafting), f"{key} with {drafting.path}: {what}")
 
 
+def hosts(cfg: Any, at: At) -> Problems:
+    """Hosts that are not names or addresses of machines, or that others cannot reach."""
+    key = at("hosts" if isinstance(cfg, InferenceConfig) else "deployment.hosts")
+    given = key.held or ()
+    for host in given:
+        if not HOST.fullmatch(host):
+            rule = "is no name or address of a machine; give each alone, as node-0, 10.0.0.1 or fd00::1"
+            yield Problem(key, f'{key.path}: "{host}" {rule}')
+    for node, host in enumerate(given):
+        if is_loopback(host) and not all(map(is_loopback, given)):
+            rule = f"node {node}, {host}, is reached by its own machine alone, and others are elsewhere"
+            yield Problem(key, f"{key.path}: {rule}; give the address at which they reach it")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only the machine itself reaches this address."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def node_rank(cfg: Any, at: At) -> Problems:
+    """This node is one of the run's."""
+    key = at("deployment.node_rank")
+    if key.held is not None and cfg.num_nodes and key.held >= cfg.num_nodes:
+        yield Problem(key, f"{key}: the {cfg.num_nodes} nodes are counted from 0")
+
+
 RULES: Rules = {
     RLConfig: (
         drafted_sampling,
@@ -542,5 +573,9 @@ RULES: Rules = {
         critic,
         colocation,
         mapped_memory,
-    )
+        hosts,
+        node_rank,
+    ),
+    SFTConfig: (hosts, node_rank),
+    InferenceConfig: (hosts,),
 }

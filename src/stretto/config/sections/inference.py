@@ -197,7 +197,8 @@ class InferenceSection(Section):
     """Share of the GPU's memory for weights and cache."""
     kv_cache_tokens: int | None = Field(None, gt=0)
     """Size of the KV cache in tokens; None: by memory (CUDA) or at most 65 536 (CPU). On a CPU the embedded engine may
-    hold keys of half as many tokens once more, in one piece."""
+    hold keys of half as many tokens once more, in one piece; with a compiler its blocks take memory when sequences
+    first use them."""
     block_size: int | None = Field(None, gt=0)
     """Tokens in one cache block; None: 16, with vLLM its own choice (32 on a CPU)."""
     max_num_seqs: int = Field(1024, gt=0)

@@ -170,7 +170,7 @@ class VisionSection(Section):
     many as the tokens of a row can stand for. A sample with more has a micro batch of its own."""
 
 
-SharedPrefixes = Literal["off", "prompts", "tree"]
+SharedPrefixes = Literal["auto", "off", "prompts", "tree"]
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -199,11 +199,12 @@ class ModelSection(Section):
     """Let transformers run code from the model directory (impl = "hf" only)."""
     fused_lm_head_token_chunk_size: int = Field(2048, gt=0)
     """Tokens per chunk of the fused output head, which never builds [tokens, vocab]."""
-    shared_prefixes: SharedPrefixes = "prompts"
+    shared_prefixes: SharedPrefixes = "auto"
     """Tokens that samples of a micro batch have in common from their start are computed once, forward and backward.
-    `prompts`: equal prompts, on a CPU; `tree`: all that any samples begin with alike, to any depth, turns and branches
-    too, and samples that share much are packed together; `off`: each sample is computed by itself. The results are the
-    same. Not with cp_style = "ring", recurrent layers, impl = "hf" or indexer_kl_coeff: these compute each sample."""
+    `tree`: all that any samples begin with alike, to any depth, turns and branches too, and samples that share much are
+    packed together; `prompts`: equal prompts, on a CPU; `off`: each sample is computed by itself; `auto`: `tree` on a
+    CPU, `off` on a GPU. The results are the same. Not with cp_style = "ring", recurrent layers, impl = "hf" or
+    indexer_kl_coeff: these compute each sample."""
     moe_use_grouped_mm: bool = True
     """Compute all experts in one grouped matrix product; false: one after the other, the slow reference."""
     freeze_moe_router: bool = False
@@ -276,13 +277,13 @@ def cp_style(section: ModelSection, shape: Any) -> Literal["ulysses", "ring"]:
 
 
 def why_unshared(section: ModelSection, found: Any | None) -> str | None:
-    """Why samples are computed one by one in spite of shared_prefixes = "tree"; None: they are not, or it is not set.
+    """Why samples are computed one by one in spite of shared_prefixes = "tree" or "auto"; None: not for such a reason.
 
     found: the shape of `name` as in `cp_style`, None if it is not known.
     """
     shape = found if section.scratch is None else section.scratch
     family = "" if shape is None else shape.family
-    if section.shared_prefixes != "tree":
+    if section.shared_prefixes not in ("auto", "tree"):
         return None
     if section.impl == "hf" or (family and family not in FAMILIES and section.impl == "auto"):
         return "modules of transformers take whole samples"

@@ -74,6 +74,9 @@ class FileData(SourceData):
     """Key of the reply to the prompt; None: the conversation has it."""
 
 
+PREFERENCE = '[data] type = "preference"'
+
+
 class PreferenceData(SourceData):
     """Rows with `chosen` and `rejected`: two replies to one prompt, of which the first is the better one.
 

@@ -5,7 +5,7 @@ A block is `block_size` token positions in every layer. It is in exactly one of 
     owned         refs > 0: owned by one or more sequences (an equal prefix is shared)
     free          refs = 0, content not needed: allocated first
     free, cached  refs = 0, but its content is registered under a hash and found by `lookup`; evicted, least recently
-                  used first, when no other free block is left
+                  used first, when no other free block is left, or when nobody has used it for KEPT_VERSIONS versions
 
 A hash covers the block's tokens, the images they show, all earlier tokens and the salt, so equal hashes mean equal
 content under equal weights. Block 0, the null block, has no owner: padding rows write to it. The tensors are in
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from jaxtyping import Int32, Int64
 
 NULL_BLOCK = 0
+KEPT_VERSIONS = 4
+"""A cached block that no sequence has used while so many versions were loaded is evicted: new rollouts have another
+salt and never find it. Without that a run whose versions are short fills the whole cache, in which memory is taken
+when a block is first used."""
 
 
 def chain_hashes(
@@ -59,7 +63,8 @@ class BlockPool:
         self.refs = np.zeros(num_blocks, np.int32)
         self.refs[NULL_BLOCK] = 1
         self._free = list(range(num_blocks - 1, 0, -1))
-        self._free_cached: OrderedDict[int, None] = OrderedDict()
+        self._free_cached: OrderedDict[int, int] = OrderedDict()  # and how many versions had been loaded by its release
+        self._num_versions = 0
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -78,9 +83,7 @@ class BlockPool:
         allocated = self._free[split:]
         del self._free[split:]
         while len(allocated) < count:
-            block, _ = self._free_cached.popitem(last=False)
-            del self._block_of[self._hash_of.pop(block)]
-            allocated.append(block)
+            allocated.append(self._evict())
         ids = np.array(allocated, np.int64)
         self.refs[ids] = 1
         return ids
@@ -98,7 +101,7 @@ class BlockPool:
         # Last positions first: later requests most likely share the beginning of a prompt.
         for block in dict.fromkeys(ids[self.refs[ids] == 0][::-1].tolist()):
             if block in self._hash_of:
-                self._free_cached[block] = None
+                self._free_cached[block] = self._num_versions
             else:
                 self._free.append(block)
 
@@ -117,6 +120,20 @@ class BlockPool:
         if self.is_caching and key not in self._block_of and block not in self._hash_of:
             self._block_of[key] = block
             self._hash_of[block] = key
+
+    def begin_version(self) -> None:
+        """Evict what has not been used for KEPT_VERSIONS versions; call it when the weights have changed."""
+        self._num_versions += 1
+        while self._free_cached:
+            if next(iter(self._free_cached.values())) + KEPT_VERSIONS > self._num_versions:
+                break
+            self._free.append(self._evict())
+
+    def _evict(self) -> int:
+        """Forget the content of the cached block that was released first."""
+        block, _ = self._free_cached.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        return block
 
     def clear_prefix_cache(self) -> None:
         """Empty the prefix cache; owned blocks keep their owners."""

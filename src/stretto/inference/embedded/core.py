@@ -187,6 +187,8 @@ class EngineCore:
 
     @version.setter
     def version(self, version: int) -> None:
+        if version != self.scheduler.version:
+            self.pool.begin_version()
         self.scheduler.version = version
 
     @property

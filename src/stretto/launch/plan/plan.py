@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +83,22 @@ class BatchShape:
     """Per rank, if every rollout fills a row."""
     tokens: int | None = None
     """Tokens with which a batch is complete, even with fewer prompts; None: every batch has `prompts`."""
+    shares_prefixes: bool = False
+    """Samples that begin alike stand in one row, and what they begin with is computed once."""
 
     def __str__(self) -> str:
         few, most = self.fewest_micro_batches, self.most_micro_batches
         span = f"{few}" if few == most else f"{few} to {most}"
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
-        up_to, ends = "", ""
+        up_to, ends, packed = "", "", "packed"
+        if self.shares_prefixes:
+            packed = "packed, with what samples begin with alike once"
         if self.tokens is not None:
             up_to = "up to "
             ends = f"; a batch ends with the group that brings it to {self.tokens} tokens"
         return (
             f"{up_to}{self.prompts} prompts x group of {self.group_size} = {self.rollouts} rollouts = "
-            f"{ranks} x {span} micro batches (rows of up to {self.row_tokens} tokens, packed){ends}"
+            f"{ranks} x {span} micro batches (rows of up to {self.row_tokens} tokens, {packed}){ends}"
         )
 
 
@@ -128,9 +132,11 @@ class LaunchPlan:
 
         Raises: ConfigError if a process is to do what needs a GPU, and has none.
         """
-        batch = batch_shape(cfg)
         snapshots, trainers = cfg.trainer.memory_profiler_path, [s for s in processes if s.role == "trainer"]
-        if snapshots is not None and cfg.slurm is None and not any(spec.devices for spec in trainers):
+        is_on_cpu = cfg.slurm is None and not any(spec.devices for spec in trainers)
+        is_shared = shares_prefixes(cfg, is_on_cpu=is_on_cpu and bool(trainers))
+        batch = replace(batch_shape(cfg), shares_prefixes=is_shared)
+        if snapshots is not None and is_on_cpu:
             raise ConfigError(
                 f'trainer.memory_profiler_path = "{snapshots}": torch records the memory of GPUs only, and this '
                 "trainer has none; leave it out (`stretto plan` says what a run needs)"
@@ -228,6 +234,14 @@ def adapter_notes(cfg: RLConfig, *, is_on_gpu: bool) -> Iterator[str]:
                 f"inference.lora.max_loras = {served.max_loras}: vLLM computes adapters with names on top of the "
                 "run's, because it merges that one; max_loras = 0 serves none"
             )
+
+
+def shares_prefixes(cfg: RLConfig, *, is_on_cpu: bool) -> bool:
+    """Whether the trainer computes what samples begin with alike once, to any depth; is_on_cpu: the trainer is."""
+    how = cfg.model.shared_prefixes
+    if how != "tree" and not (how == "auto" and is_on_cpu and cfg.trainer.backend != "megatron"):
+        return False
+    return why_unshared(cfg.model, find_model_file(cfg.model.name)) is None
 
 
 def sharing_notes(cfg: RLConfig) -> Iterator[str]:

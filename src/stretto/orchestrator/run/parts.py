@@ -47,7 +47,6 @@ class RunParts:
     buffer: Buffer
     versions: VersionLoader
     cost: Cost
-    packs_prefixes: bool = False  # samples that begin alike stand in one row, and what they share counts once
     evaluator: Evaluator | None = None
     curriculum: Curriculum = field(default_factory=Curriculum)
     baselines: Baselines = field(default_factory=Baselines)  # of environments whose estimator is rae

@@ -57,6 +57,8 @@ class BatchShipper:
         self._filters, self._has_trackers = run.cfg.all_filters, run.monitors.has_trackers
         self._num_lost = 0  # groups in a row that were dropped because a hook raised
         self._next_warning = 0  # the first step that may warn again
+        self.packs_prefixes = False
+        """Samples that begin alike stand in one row, and what they share counts once."""
         self._gauges: dict[str, float] = {}
         self._engine_totals: dict[str, float] = {}  # the engines' metrics as they were read last
         self._next_gauges_at = 0.0  # time.monotonic()
@@ -150,7 +152,7 @@ class BatchShipper:
                 world_size=self.cfg.num_train_workers,
                 cost=run.cost,
                 max_patches=None if self.cfg.model.vlm is None else self.cfg.model.vlm.max_patches,
-                shares_prefixes=run.packs_prefixes,
+                shares_prefixes=self.packs_prefixes,
             )
         )
         discarded = self.buffer.discarded(slots)

@@ -12,7 +12,7 @@ import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from stretto.chat.backend import Message
 from stretto.chat.render import Renderer, SftRendering
 from stretto.config.sections.sft import Data, EnvData, FileData, LossMaskSection, PreferenceData
 from stretto.data.image_columns import column_of, with_images
-from stretto.data.messages import parse_messages, parse_tools
+from stretto.data.messages import parse_messages, parse_tools, refuse_unread
 from stretto.data.records import read_records
 from stretto.envs.base import load_environment
 from stretto.records.images import Image
@@ -54,6 +54,19 @@ class Example:
     token_ids: np.ndarray  # int32 [tokens]
     is_trained: np.ndarray  # bool [tokens]
     images: tuple[Image, ...] = ()  # in the order of their placeholders
+
+
+class Rows(Protocol):
+    """What a run of `sft` trains on, as tokens: examples, or rows that an add-on has."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def fingerprint(self) -> int:
+        """A checksum of all tokens and masks."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -196,12 +209,15 @@ def read_sources(data: Data, seed: int) -> list[Iterator[Row]]:
         case EnvData():
             return [_rows_of_environment(data, seed)]
         case PreferenceData():
-            raise AssertionError("pairs are read by batch/pairs.py")
+            raise AssertionError("pairs are read by the add-on that trains on them")
 
 
 def _rows_of(data: FileData, source: str) -> Iterator[Row]:
     for where, record in read_records(source, "[data] name", is_streamed=data.streaming, convert=data.convert):
-        yield parse_row(_renamed(record, data, where), where)
+        row = parse_row(_renamed(record, data, where), where)
+        read = (data.input_key, data.output_key, data.tool_key)
+        refuse_unread(record, row.messages, read, where)
+        yield row
 
 
 def _rows_of_environment(data: EnvData, seed: int) -> Iterator[Row]:
@@ -265,6 +281,10 @@ def _keys_to_name(row: Mapping[str, Any]) -> str:
     if isinstance(row.get("conversations"), list):
         return "Rename conversations to messages, and in each of them `from` to `role` and `value` to `content`."
     found = [next((key for key in keys if row.get(key)), None) for keys in (INPUT_NAMES, OUTPUT_NAMES)]
+    if found == ["instruction", "output"] and row.get("input"):
+        return (
+            "instruction and input are the question: join the two as `prompt` by the function that data.convert names."
+        )
     if None not in found:
         return f'Here that is data.input_key = "{found[0]}" and data.output_key = "{found[1]}".'
     return "Other keys are named by data.input_key and data.output_key."

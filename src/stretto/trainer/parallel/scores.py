@@ -30,11 +30,16 @@ if TYPE_CHECKING:
 
 
 def sharing_of(policy: Policy, mesh: Mesh, model: ModelSection) -> SharedPrefixes:
-    """Which tokens that samples begin with alike are computed once: what `model` says, where it can be done."""
+    """Which tokens that samples begin with alike are computed once: what `model` says, where it can be done.
+
+    Never "auto".
+    """
     is_ring = mesh.degrees.cp > 1 and cp_style(model, policy.config) == "ring"
     # On a GPU one flash kernel over whole documents is faster than a call per shape of prompt and reply.
-    is_slower = mesh.device.type != "cpu" and model.shared_prefixes == "prompts"
-    return model.shared_prefixes if policy.shares_prefixes and not is_ring and not is_slower else "off"
+    is_slower = mesh.device.type != "cpu" and model.shared_prefixes in ("auto", "prompts")
+    if not policy.shares_prefixes or is_ring or is_slower:
+        return "off"
+    return "tree" if model.shared_prefixes == "auto" else model.shared_prefixes
 
 
 def compute_logprobs(

@@ -8,8 +8,7 @@ from typing import Any
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.monitors.purse import Used, used_by_metrics
-from stretto.trainer.batch.pairs import Pairs
-from stretto.trainer.batch.sft_data import Examples
+from stretto.trainer.batch.sft_data import Rows
 from stretto.trainer.state import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -20,7 +19,7 @@ ResumePoint = tuple[RunDir, int]
 """The run and the step whose checkpoint a run resumes from."""
 
 
-def find_data_position(start: ResumePoint, cursor: dict[str, Any], examples: Examples | Pairs, *, is_own: bool) -> int:
+def find_data_position(start: ResumePoint, cursor: dict[str, Any], examples: Rows, *, is_own: bool) -> int:
     """The number of examples drawn at a checkpoint; 0 if it is another run's with other data.
 
     Raises: DataError when the data of this run has changed.

@@ -16,10 +16,9 @@ import pytest
 
 from stretto.base.errors import DataError, EngineError
 from stretto.base.secret import load_secret
-from stretto.config.root import ServeConfig
-from stretto.config.service import ServiceSection, UserSection
 from stretto.records.sample import MicroBatch
 from stretto.transports.engine.api import Refusal
+from stretto_service.config import ServeConfig, ServiceSection, UserSection
 from stretto_service.engines import adapter_name
 from stretto_service.futures import Futures
 from stretto_service.store import Audit, Checkpoint, Run, Sampler, Store
@@ -92,11 +91,15 @@ def open_training(tmp_path: Path) -> Iterator[Open]:
         {"output_dir": str(tmp_path), "seq_len": 64, "model": {"name": "m"}, "service": {"max_waiting_requests": 8}}
     )
     service = base.run_dir.path / "service"
+    stores: list[Store] = []
     with ExitStack() as stack:
 
         def open_one(**section: object) -> tuple[Training, Ranks]:
             cfg = base.model_copy(update={"service": base.service.model_copy(update=section)})
+            for before in stores:
+                before.flush()  # one that starts anew finds it
             store, audit, ranks = Store(service), Audit(service / "audit.jsonl", max_bytes=1 << 20), Ranks()
+            stores.append(store)
             stack.callback(store.close)
             stack.callback(audit.close)
             training = Training(cfg, load_secret(cfg.run_dir), store, Futures(), audit, Limits(64, 100))

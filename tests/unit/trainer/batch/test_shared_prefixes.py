@@ -24,6 +24,8 @@ from stretto.models.value_head import with_value_head
 from stretto.trainer.batch.pass_inputs import build_pass_inputs
 from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
+from stretto.trainer.parallel.scores import sharing_of
+from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.updates import Updates
 
 CPU = torch.device("cpu")
@@ -165,6 +167,17 @@ def test_adapters_and_a_whole_run_of_steps():
         results.append({n: p.detach() for n, p in learner.policy.named_parameters() if p.requires_grad})
     for name, weight in results[1].items():
         torch.testing.assert_close(results[0][name], weight, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_cpu", "on_gpu"),
+    [("auto", "tree", "off"), ("prompts", "prompts", "off"), ("tree", "tree", "tree"), ("off", "off", "off")],
+)
+def test_by_default_all_that_samples_begin_with_is_shared_on_a_cpu_and_nothing_on_a_gpu(asked, on_cpu, on_gpu):
+    assert ModelSection().shared_prefixes == "auto"
+    model, policy = ModelSection(shared_prefixes=asked), build_policy()
+    found = [sharing_of(policy, Mesh.single_rank(torch.device(kind)), model) for kind in ("cpu", "cuda")]
+    assert found == [on_cpu, on_gpu]
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text"])

@@ -149,6 +149,7 @@ def _check_either_placement_loads(cfg, shared):
         checkpoint.load(cfg.run_dir, build_learner(loss=PpoLoss()), 3)
 
 
+@pytest.mark.heavy
 def test_a_role_that_ends_is_named_to_the_other(tmp_path):
     cfg = config(tmp_path)
     other = OtherThread(cfg)

@@ -1,0 +1,1 @@
+"""`sft` on preference pairs, `[data] type = "preference"`: DPO of a policy, or a reward model."""
