@@ -88,12 +88,13 @@ def stretto(*words: str) -> None:
         raise SystemExit(f"stretto {' '.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
-def warm_up(work: Path, task: str, seed: int) -> Path:
-    """A network that solves some of the tasks; its directory."""
+def warm_up(work: Path, task: str, seed: int, *, steps: int | None = None) -> Path:
+    """A network that solves some of the tasks; its directory. steps: None for those of the example."""
     name, settings = f"{task}-sft-{seed}", TASKS[task]
+    more = () if steps is None else ("--max-steps", str(steps))
     stretto(
         "sft", "@", str(ROOT / "examples" / settings["example"] / "sft.toml"), "--output-dir", str(work),
-        "--run.name", name, "--clean", "--seed", str(seed), "--model.scratch.seed", str(seed),
+        "--run.name", name, "--clean", "--seed", str(seed), "--model.scratch.seed", str(seed), *more,
     )  # fmt: skip
     return work / name / "weights" / "latest"
 

@@ -362,11 +362,11 @@ def manifest(version: int) -> WeightManifest:
 
 
 class AgingTrainer(FakeTrainer):
-    """Tokens lose `decay` of their worth with each version of age, as the effective sample size says."""
+    """The effective sample size loses `decay` with each version of age; a token is worth its power."""
 
-    def __init__(self, decay: float, **settings) -> None:
+    def __init__(self, decay: float, power: float = 2.0, **settings) -> None:
         super().__init__(**settings)
-        self.decay, self.worth = decay, []  # seconds, and effective tokens, of each step
+        self.decay, self.power, self.worth = decay, power, []  # seconds, and effective tokens, of each step
 
     def _emit(self, message) -> None:
         if isinstance(metrics := getattr(message, "metrics", None), dict) and "loss/mean" in metrics:
@@ -374,5 +374,5 @@ class AgingTrainer(FakeTrainer):
             ages = [message.step - 1 - version for row in rows for version in row.first_versions]
             metrics["ess/tokens"] = fmean(math.exp(-self.decay * age) for age in ages)
             tokens = sum(int(row.loss_mask.sum()) for row in rows)
-            self.worth.append((asyncio.get_running_loop().time(), tokens * metrics["ess/tokens"]))
+            self.worth.append((asyncio.get_running_loop().time(), tokens * metrics["ess/tokens"] ** self.power))
         super()._emit(message)

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from stretto.base.errors import StrettoError
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.orchestrator.run.steering import ladder
 from stretto_plan.costs import Costs
 from stretto_plan.memory import all_memory, trainer_memory
 from stretto_plan.setup import Setup, with_config
-from stretto_plan.simulation.run import SftTimes, Times, sft_times, simulate
+from stretto_plan.simulation.run import SftTimes, Times, sft_times, simulate, simulate_steering
 from stretto_plan.workload import Numbers, Workload
 
 LEAST_GAIN = 0.02
@@ -27,6 +27,8 @@ SLOW_UPDATE = 0.05
 """Share of a step that publishing and loading a version takes, from which on fewer versions may help."""
 MOST_ROLLOUTS, FEWEST_STEPS = 5000, 6
 """The size of a simulation of a proposal."""
+STEERED_STEPS, FEWEST_STEERED, STEERED_ROLLOUTS = 160, 60, 20_000
+"""The size of a simulation of what steering decides."""
 
 Words = tuple[str, ...]
 """Flags and values, as they are typed."""
@@ -95,41 +97,20 @@ def propose(
 def steered(costs: Costs, workload: Workload, *, steps: int) -> dict[Setting, Times]:
     """The times of a run at each setting that its steering tries; the last one is where it settles.
 
-    It climbs as long as a level earns min_gain over the one below, then lets engines have fewer versions if that earns
-    as much, and climbs again. A plan knows no effective sample sizes: all are 1.
+    What it tries is decided by the run's own controller in a simulated run: it settles at the setting that most of the
+    last half of the steps have. A plan knows no effective sample sizes: all are 1.
     """
-    section, least = costs.setup.rl.orchestrator.steering, costs.setup.rl.weight_broadcast.interval
-    assert section is not None, "the caller has looked"
-    rungs, found = ladder(section.min_level, section.max_level), dict[Setting, Times]()
-
-    def times_of(rung: int, interval: int) -> tuple[Setting, Times]:
-        setting = Setting(min(rungs[rung] + interval - least, section.max_level), interval)
-        times = found.get(setting) or simulate(at_setting(costs, setting), workload, steps=steps)
-        return setting, times
-
-    def climb(rung: int, interval: int) -> int:
-        setting, times = times_of(rung, interval)
-        found[setting] = times
-        while rung + 1 < len(rungs) and setting.level < section.max_level and times.trainer_idle > section.min_wait:
-            higher, faster = times_of(rung + 1, interval)
-            wanted = section.min_gain * (higher.level - setting.level)
-            if faster.tokens_per_s / times.tokens_per_s - 1 < wanted:
-                break
-            rung, setting, times = rung + 1, higher, faster
-            found[setting] = times
-        return rung
-
-    rung, now = climb(0, least), least
-    while True:
-        speed, best, worth = found[next(reversed(found))].tokens_per_s, now, 0.0
-        for interval in range(now + 1, (section.max_update_interval or least) + 1):
-            gain = times_of(rung, interval)[1].tokens_per_s / speed - 1
-            if gain - section.min_gain * (interval - now) > worth:
-                best, worth = interval, gain - section.min_gain * (interval - now)
-        if best == now:
-            return found
-        now = best
-        rung = climb(rung, now)
+    rl = costs.setup.rl
+    first = Setting(rl.orchestrator.max_async_level, rl.weight_broadcast.interval)
+    num = max(FEWEST_STEERED, min(STEERED_STEPS, STEERED_ROLLOUTS // rl.orchestrator.batch_size))
+    settings = [first]  # by step
+    for decision in simulate_steering(costs, workload, steps=num):
+        settings += [settings[-1]] * (decision["step"] - len(settings))
+        settings.append(Setting(decision["level"], decision["update_interval"]))
+    settings += [settings[-1]] * (num - len(settings))
+    settled = Counter(settings[num // 2 :]).most_common(1)[0][0]
+    tried = [each for each in dict.fromkeys(settings) if each != settled]
+    return {each: simulate(at_setting(costs, each), workload, steps=steps) for each in (*tried, settled)}
 
 
 def at_setting(costs: Costs, setting: Setting) -> Costs:

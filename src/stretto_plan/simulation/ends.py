@@ -21,7 +21,8 @@ import numpy as np
 from stretto.base.errors import EngineError
 from stretto.envs.base import LimitReached, Message, RolloutResult, SingleTurnEnv, Split, TaskSource
 from stretto.orchestrator.batch import packs_prefixes
-from stretto.records.control import Bye, Register, StepDone, Stop, VersionReady
+from stretto.orchestrator.run.loop import PUBLISHING
+from stretto.records.control import Bye, Register, StepDone, StepMetrics, Stop, VersionReady
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.records.rollout import Task
 from stretto.records.row_packing import PrefixTree
@@ -376,6 +377,7 @@ class SimulatedTrainer:
             self._emit(StepDone(step=step, metrics={}, num_tokens=1, time_s=trained - began, wait_s=wait_s))
             if batch[0].is_sent:
                 await self.cores.work(self.costs.publish_s)
+                self._emit(StepMetrics(step=step, metrics={PUBLISHING: now() - trained}))
                 self._emit(VersionReady(manifest=manifest(step)))
             tokens = self.scale * sum(float(row.cu_seqlens[-1]) for each in batch for row in each.micro_batches)
             self.steps.append(SimulatedStep(step, wait_s, trained - received, now() - trained, now(), tokens))

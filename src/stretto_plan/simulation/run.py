@@ -32,6 +32,7 @@ from stretto.config.sections.monitors import MonitorsSection
 from stretto.envs.base import RunInfo
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.main import UserCode, Wires, build_loop
+from stretto.orchestrator.run.steering import EVENT as STEERING
 from stretto.orchestrator.state.resume import starting_point
 from stretto.records.row_packing import pack_rows
 from stretto.virtual_clock import Cores, run_virtual
@@ -93,6 +94,18 @@ def simulate(costs: Costs, workload: Workload, *, steps: int = STEPS, seed: int 
 
     Raises: StrettoError as the orchestrator would, such as EngineError if every rollout takes too long.
     """
+    return _simulate(costs, workload, steps, seed)[0]
+
+
+def simulate_steering(costs: Costs, workload: Workload, *, steps: int, seed: int = 0) -> list[dict[str, Any]]:
+    """What the run's own [orchestrator.steering] decides in so many steps: the fields of each `Decision`, in order.
+
+    A simulation knows no effective sample sizes: all are 1. Raises: StrettoError, as `simulate`.
+    """
+    return _simulate(costs, workload, steps, seed)[1]
+
+
+def _simulate(costs: Costs, workload: Workload, steps: int, seed: int) -> tuple[Times, list[dict[str, Any]]]:
     level = costs.setup.rl.orchestrator.max_async_level
     first = min(level + 2, 6)
     scale = max(1.0, costs.setup.rl.seq_len / UNITS) if costs.setup.rl.seq_len > 16_384 else 1.0
@@ -140,7 +153,9 @@ def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: floa
     )  # fmt: skip
 
 
-async def _run(cfg: OrchestratorConfig, costs: Costs, workload: Workload, scale: float, first: int, seed: int) -> Times:
+async def _run(
+    cfg: OrchestratorConfig, costs: Costs, workload: Workload, scale: float, first: int, seed: int
+) -> tuple[Times, list[dict[str, Any]]]:
     cores = Cores(costs.cores if costs.setup.is_cpu else 1 if costs.setup.is_colocated else math.inf)
     thread = OrchestratorThread(cores if costs.setup.is_cpu else Cores(1))
     engine = SimulatedEngine(costs, workload, cores, thread, scale, seed)
@@ -163,7 +178,9 @@ async def _run(cfg: OrchestratorConfig, costs: Costs, workload: Workload, scale:
     limit = min((each for each in limits if each is not None), default=math.inf)
     began = trainer.steps[first - 1].ended_at if len(trainer.steps) > first else math.inf
     durations = sorted(taken for env in envs for at, taken in env.durations if at >= began)
-    return _times(cfg, trainer.steps, marks, first, scale, durations, limit)
+    with LedgerReader(cfg.run_dir) as reader:
+        decisions = [event["data"] for event in reader.events(STEERING)]
+    return _times(cfg, trainer.steps, marks, first, scale, durations, limit), decisions
 
 
 async def _mark(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -127,9 +126,8 @@ def test_a_plan_says_where_steering_settles(capsys) -> None:
     found = planned(capsys, *slow, *steered)
     speeds = {each["level"]: each["tokens_per_s"] for each in found["steering"]}
     assert {each["update_interval"] for each in found["steering"]} == {1}
-    assert list(speeds) == [1, 2, 3, 4]
-    for below, level in itertools.pairwise(speeds):
-        assert speeds[level] >= speeds[below] * (1 + 0.04 * (level - below))
+    assert list(speeds) == [1, 4], "as a run does, it jumps to where the trainer would not wait"
+    assert speeds[4] >= speeds[1] * 1.12
     assert found["time"]["tokens_per_s"] == speeds[4]
     never_waits = planned(capsys, "--gpu", "CPU", *steered)
     assert [each["level"] for each in never_waits["steering"]] == [1]

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
+from fakes import FakeEngine, FakeTrainer, parrot
+from orchestrator_runs import config, train
 
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import ScratchSection
+from stretto.ledger.reader import LedgerReader
 from stretto.models.config import scratch_config
 from stretto_bench.hardware import GPUS
 from stretto_plan.costs import Costs, Measured
 from stretto_plan.memory import running_sequences, trainer_memory
 from stretto_plan.proposals import FEWEST_STEPS, Setting, at_setting, fits, proposal_steps, propose, propose_sft
 from stretto_plan.setup import build_setup
-from stretto_plan.simulation.run import sft_times, simulate
+from stretto_plan.simulation.run import sft_times, simulate, simulate_steering
 from stretto_plan.workload import Numbers, Workload
 
 FREE = Measured(prefill_token_s=0.0, request_s=0.0, rollout_s=0.0, turn_s=0.0, step_s=0.0)
@@ -102,6 +106,27 @@ def test_a_steered_run_has_memory_for_the_highest_level(tmp_path) -> None:
         return running_sequences(setup, setup.engines[0])
 
     assert sequences(steering={"max_level": 4}) == sequences(max_async_level=4) > sequences()
+
+
+@pytest.mark.heavy
+def test_a_plan_tries_the_levels_that_a_run_tries(tmp_path) -> None:
+    """A run with engines, trainer and waits of its own, against the simulated ends of a plan with the same times."""
+    shape = {"batch_size": 32, "group_size": 4, "max_async_level": 1}
+    given = shape | {"steering": {"max_level": 8}}
+    words = words_of(tmp_path, rl_config(orchestrator=given))
+    measured = replace(FREE, train=((1.0, 4.0), (2.0, 4.0)), decode=((1.0, 1e-6), (2.0, 1e-6)), update_s=0.0)
+    costs = Costs(build_setup(load(RLConfig, words, verb="rl"), gpu="H100"), measured=measured)
+    for wait_s, sigma, levels in ((100.0, 0.3, [4]), (17.0, 0.0, [3]), (1.0, 0.5, [])):
+        workload = Workload(Numbers(200), Numbers(50), score_s=Numbers(wait_s, sigma))
+        delays = random.Random(1)
+        engine = FakeEngine(parrot(0.5), delay=lambda _, draw=workload.score_s.draw, rng=delays: draw(rng))
+        trainer = FakeTrainer(max_steps=6, step_delay=lambda _: 4.0)
+        cfg = config(tmp_path / str(wait_s), max_steps=6, filter_zero_advantages=False, **given)
+        with LedgerReader(train(cfg, engine, trainer).parts.run_dir) as reader:
+            played = [event["data"] for event in reader.events("steering")]
+        planned = simulate_steering(costs, workload, steps=1)
+        changes = [[(each["step"], each["level"]) for each in rows[:1]] for rows in (planned, played)]
+        assert changes[0] == changes[1] == [(2, level) for level in levels]
 
 
 @pytest.mark.heavy

@@ -113,13 +113,84 @@ def test_waits_say_how_far_to_go():
     assert levels[-1] == 4  # (1 + 1) / (1 - 2/3) - 1 = 5, and 4 is the rung below it
 
 
+def first_round(steering, *, play_s, train_s, ess=lambda age: 1.0):
+    """The steps of a first round, of which the first batch was waited for; the decision at its end."""
+    steering.start(0.0)
+    num = steering.level + 1
+    for step in range(1, num + 1):
+        metrics = {"ess/tokens": ess(step - 1), "off_policy/mean": step - 1.0}
+        decision = steering.add_step(step, play_s + step * train_s, 100.0, metrics, play_s if step == 1 else 0.0)
+        assert decision is None or step == num
+    return decision
+
+
+def test_a_first_round_that_plays_for_long_is_enough():
+    steering = Steering(SteeringSection(), 1)
+    decision = first_round(steering, play_s=20.0, train_s=1.0)
+    assert decision is not None and decision.step == 2 and steering.level == 4, "four times the level, at most"
+    assert decision.effective_tokens_per_s == pytest.approx(200 / 22) and "plays for long" in decision.reason
+    steering = Steering(SteeringSection(), 1)
+    first_round(steering, play_s=4.0, train_s=1.0)
+    assert steering.level == 3, "where it would not wait: (1 + 1) / (1 - 1/2) - 1"
+
+
+def test_a_first_round_that_is_not_plain_decides_nothing():
+    steering = Steering(SteeringSection(), 1)
+    assert first_round(steering, play_s=2.9, train_s=1.0) is None and steering.level == 1
+    assert first_round(Steering(SteeringSection(), 8), play_s=90.0, train_s=1.0) is None, "there is no higher one"
+
+
+def test_a_first_round_reaches_no_level_whose_tokens_should_be_too_old():
+    steering = Steering(SteeringSection(ess_power=1, min_ess=0.5), 1)
+    first_round(steering, play_s=90.0, train_s=1.0, ess=lambda age: 0.8**age)
+    assert steering.level == 3  # 0.51 at age 3
+
+
+def test_a_raise_that_has_not_helped_is_not_followed_by_another():
+    """Engines are what the trainer waits for: a round of n batches takes n times as long."""
+    helped, not_helped = (Steering(SteeringSection(max_level=16), 1) for _ in range(2))
+    for steering, round_s in ((helped, lambda num: 60.0), (not_helped, lambda num: 30.0 * num)):
+        first_round(steering, play_s=60.0, train_s=1.0)
+        assert steering.level == 4
+        now = 62.0
+        for step in range(3, 8):
+            waited = round_s(5) if step == 3 else 0.0
+            now += 1.0 + waited
+            steering.add_step(step, now, 100.0, {"ess/tokens": 1.0, "off_policy/mean": 4.0}, waited)
+    assert helped.level == 16 and not_helped.level == 4
+
+
+def test_tokens_that_are_worth_too_little_after_a_raise_are_seen_in_four_steps():
+    steering, levels = Steering(SteeringSection(), 1), []
+    first_round(steering, play_s=60.0, train_s=1.0)
+    for step in range(3, 7):
+        steering.add_step(step, 60.0 + step, 100.0, {"ess/tokens": 0.55 + 0.01 * (step % 2)}, 0.0)
+        levels.append(steering.level)
+    assert levels == [4, 4, 4, 2]  # 0.55 ** (3 / 4) is below 0.7, and 0.55 ** (2 / 4) above it
+
+
+def test_what_a_token_is_worth_follows_from_the_power():
+    """From 1 to 2 the rate grows by half, and the effective sample size falls from 0.9 to 0.75."""
+
+    def chosen(power):
+        steering = Steering(SteeringSection(max_level=2, ess_power=power), 2)
+        speed = {1: 100.0, 2: 150.0}
+        metrics = {1: {"ess/tokens": 0.9}, 2: {"ess/tokens": 0.75}}
+        for step in range(1, 200):
+            steering.add_step(step, float(step), speed[steering.level], metrics[steering.level], 0.3)
+        return steering.level
+
+    assert chosen(1) == 2 and chosen(3) == 1
+
+
 def test_a_low_effective_sample_size_lowers_the_level_whatever_the_speed():
     levels = steer(Steering(SteeringSection(), 8), lambda level: 0.9, speed=lambda level: 100.0 * level, ess=0.3)
     assert set(levels[120:]) == {1}
 
 
 def test_levels_that_should_be_below_the_least_effective_sample_size_are_passed_over():
-    up, down = Steering(SteeringSection(), 1), Steering(SteeringSection(), 8)
+    section = SteeringSection(ess_power=1, min_ess=0.5)
+    up, down = Steering(section, 1), Steering(section, 8)
     for step in range(1, 31):
         for steering in (up, down):
             aged = {"ess/tokens": 0.86**steering.level}  # 0.5 at level 4.6

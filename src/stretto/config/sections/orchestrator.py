@@ -335,7 +335,8 @@ class AdaptiveConcurrency(Section):
 
 class SteeringSection(Section):
     """Present: the run itself chooses how many steps generation is ahead, and with it the rollouts in flight, for most
-    effective tokens per second: sampled tokens per second times their effective sample size. A higher level must earn
+    effective tokens per second: sampled tokens per second times what they are worth, which is their effective sample
+    size to the power of ess_power. A higher level must earn
     min_gain, so that ties go to fresher data. max_async_level is where it starts. With max_update_interval it also
     chooses how often engines get new weights."""
 
@@ -355,7 +356,10 @@ class SteeringSection(Section):
     """A higher level is tried if the trainer has waited for more than this share of the time."""
     effective: Literal["tokens", "rollouts"] = "tokens"
     """Whose effective sample size counts: `ess/tokens`, or `ess/rollouts`, which falls much faster with age."""
-    min_ess: float = Field(0.5, ge=0, lt=1)
+    ess_power: float = Field(2.0, ge=0)
+    """How fast what a token teaches falls with the effective sample size. 1: as its variance alone says; 2 is what runs
+    at fixed levels have shown, since weights per token do not make up for all of the way from the sampler."""
+    min_ess: float = Field(0.7, ge=0, lt=1)
     """Below this effective sample size the level is lowered, whatever the speed; one that should be is not tried."""
     retry: int = Field(8, ge=1)
     """Decisions after which a level that did not earn its gain is tried again; twice as many after each failure."""

@@ -313,8 +313,12 @@ class Loop:
                 await self.buffer.wait_for_turn(self.parts.versions.next_version)
             version = await self.parts.versions.load_next()
             self.parts.watch.progress(f"version {version} loaded")
-            if self._steering is not None and version > self.start:
-                self._steering.costs.pause.append(self.parts.engines.paused_s)
+            if self._steering is not None:
+                if version > self.start:
+                    self._steering.costs.pause.append(self.parts.engines.paused_s)
+                else:
+                    self._shipper.trained_at = asyncio.get_running_loop().time()
+                    self._steering.start(self._shipper.trained_at)
             sending = asyncio.create_task(self._announce_loaded(version))
             is_due = self.cfg.eval is not None and self._should_evaluate(self.cfg.eval, version)
             if self.parts.curriculum.pools:

@@ -52,7 +52,7 @@ class BatchShipper:
         self.rows: dict[int, StepRow] = {}  # by step, of those shipped and not trained yet
         self.idle_s = 0.0  # the buffer's, at the last batch
         self.waited_s: dict[int, float] = {}  # by step, of those shipped: how long the trainer had no batch before it
-        self.trained_at = 0.0  # when the latest step was trained, by the event loop's clock
+        self.trained_at: float | None = None  # when the latest step was trained, or rollouts began, by the loop's clock
         self.step_done = asyncio.Event()  # set whenever a step is trained
         self._filters, self._has_trackers = run.cfg.all_filters, run.monitors.has_trackers
         self._num_lost = 0  # groups in a row that were dropped because a hook raised
@@ -177,8 +177,8 @@ class BatchShipper:
         row.metrics["time/pack"] = time.perf_counter() - started
         row.idle_s, self.idle_s = self.buffer.idle_s - self.idle_s, self.buffer.idle_s
         if self.cfg.steering is not None:
-            has_waited = not self.rows and self.trained_at
-            self.waited_s[step] = asyncio.get_running_loop().time() - self.trained_at if has_waited else 0.0
+            since = None if self.rows else self.trained_at
+            self.waited_s[step] = 0.0 if since is None else asyncio.get_running_loop().time() - since
         self.rows[step] = row
         if self.cfg.filter_zero_advantages and not all(slot.has_signal for slot in slots):
             self._warn_without_signal(step, slots)

@@ -3,20 +3,26 @@
 The key is [orchestrator.steering]. Levels are the rungs of a ladder: 1, 2, 3, 4, 6, 8, 12, 16 and so on, between
 the bounds. If engines get a version after k more steps than weight_broadcast.interval has, the level is k above the
 rung, up to max_level, so that generation overlaps with training as much as before. After a change the steps in which it
-takes effect are left out; then `interval` steps are measured, and one decision is made:
+takes effect are left out; then `interval` steps are measured, and one decision is made, earlier if it is plain:
 
     effective sample size below min_ess      down to where it should be above, if its logarithm grows with the level
     the interval does not earn its gain      a lower one; tried again after `retry` decisions, then twice as many
     the level does not earn its gain         one rung down; tried again in the same way
     updates cost more than fresh tokens      to the interval at which effective tokens per second are most, if the
                                              trainer does not wait, or for updates more than for anything else
-    the trainer waits                        up to where it would not wait, if rollouts per second grow with those in
-                                             flight, and no level that should be below min_ess; decided after
-                                             EARLY_STEPS if it waits for most of the time
+    the trainer waits                        to the best one up to where it would not wait, if rollouts per second grow
+                                             with those in flight, and none that should be below min_ess
     updates cost more than fresh tokens      the same, whatever the trainer waits for
     updates cost less than fresh tokens      to the interval at which effective tokens per second are most
-    no lower rung was measured for a while   one rung down, to see whether it is as good
+    a lower rung may be as good              there, if nothing is known of it
     else                                     no change
+
+A round is as many steps as batches are in flight: in fewer, waits come in bursts. A trainer that waits for more than
+LARGE_WAIT of a round is helped after it. The batches of the first round of a run, and of the first one after the level
+was raised, begin together (`_burst`): the trainer waits for the first of them, and in a later round will wait for what
+playing takes longer than training all of them. That is acted on as well, by FIRST_LEAP times the level at most, because
+how fast tokens age is hardly known by then. An effective sample size that is below min_ess by two standard errors is
+acted on after EARLY_STEPS, also in such a round. A trainer is not helped early once a setting has failed.
 
 What an update costs is measured (`UpdateCosts`): seconds in which the trainer publishes, and in which engines stand
 still. The slower side has them 1/k times per step. What it is worth: tokens are (k - 1) / 2 versions older on average,
@@ -44,6 +50,7 @@ EVENT = "steering"
 MEMORY = 24  # decisions after which what was measured of a level is forgotten
 MOST_WEIGHT = 6  # measurements of a level that count; of more the older ones fade
 LARGE_WAIT = 1 / 3
+FIRST_LEAP = 4
 EARLY_STEPS = 4
 NUM_UPDATES = 9  # the latest updates whose median cost counts
 LEAST_GAIN = -0.999_999  # of an interval whose tokens would be worth nothing
@@ -100,11 +107,49 @@ class Window:
     steps: float = 0.0
     tokens: float = 0.0
     effective: float = 0.0
+    """Tokens times their worth."""
+    fresh: float = 0.0
+    """Tokens times their effective sample size."""
     waited_s: float = 0.0
     aged: float = 0.0
     """Tokens times their mean age in versions."""
     squares: float = 0.0
     """The seconds of each step, squared."""
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=EARLY_STEPS))
+    """Effective sample sizes."""
+
+    def add(self, now: float, tokens: float, ess: float, age: float, waited_s: float, power: float) -> None:
+        """Add a step; a token is worth ess ** power."""
+        self.steps, self.tokens, self.effective = (
+            self.steps + 1,
+            self.tokens + tokens,
+            self.effective + tokens * ess**power,
+        )
+        self.fresh = self.fresh + tokens * ess
+        self.latest.append(ess)
+        self.aged, self.waited_s = self.aged + tokens * age, self.waited_s + waited_s
+        self.squares, self.ended = self.squares + (now - self.ended) ** 2, now
+
+    @property
+    def took(self) -> float:
+        """Seconds."""
+        return self.ended - self.began
+
+    @property
+    def ess(self) -> float:
+        """Effective sample size of all tokens."""
+        return self.fresh / max(self.tokens, 1.0)
+
+    @property
+    def age(self) -> float:
+        """Mean age of all tokens, in versions."""
+        return self.aged / max(self.tokens, 1.0)
+
+    @property
+    def most_ess(self) -> float:
+        """The mean effective sample size of the latest EARLY_STEPS steps, and two standard errors more."""
+        error = statistics.stdev(self.latest) / math.sqrt(len(self.latest)) if len(self.latest) > 1 else math.inf
+        return statistics.fmean(self.latest) + 2 * error
 
 
 @dataclass
@@ -182,6 +227,8 @@ class Steering:
         self._blocked_until: dict[Setting, int] = {}  # the decision
         self._left_out = self.level + 1  # steps until a change has taken effect
         self._window: Window | None = None
+        self._burst_speeds: dict[int, float] = {}  # by level: effective tokens per second
+        self._burst: Window | None = None  # the steps that are left out, if their batches begin together
 
     @property
     def level(self) -> int:
@@ -195,6 +242,10 @@ class Steering:
         wanted = self.cfg.max_level - (interval - self._least_interval)
         return next(i for i, each in enumerate(self.rungs) if each >= wanted)
 
+    def start(self, now: float) -> None:
+        """Rollouts begin. Without this call the first round says nothing."""
+        self._burst = Window(now, now)
+
     def add_step(
         self, step: int, now: float, tokens: float, metrics: Mapping[str, float], waited_s: float
     ) -> Decision | None:
@@ -203,60 +254,99 @@ class Steering:
         now: seconds of any clock; waited_s: how long the trainer had no batch before this one. metrics: with the
         effective sample size and the mean age of tokens.
         """
+        rung = self._rung
         if self._left_out > 0 or self._window is None:
             self._left_out -= 1
             self._window = Window(now, now)
-            return None
-        ess, window = metrics.get(f"ess/{self.cfg.effective}", 1.0), self._window
-        window.steps, window.tokens = window.steps + 1, window.tokens + tokens
-        window.effective, window.waited_s = window.effective + tokens * ess, window.waited_s + waited_s
-        window.aged += tokens * metrics.get(AGE, float(self.level))
-        window.squares, window.ended = window.squares + (now - window.ended) ** 2, now
-        took = now - window.began
-        if took <= 0 or not self._is_long_enough(window, window.waited_s / took):
-            return None
-        decision = self._decide(step, window, took)
-        self._window = Window(now, now)
-        if decision.is_change:
-            self._left_out = max(decision.level, decision.level_before) + 1
+            decision = self._after_burst(step, now, tokens, metrics, waited_s)
+        else:
+            age = metrics.get(AGE, float(self.level))
+            self._window.add(now, tokens, self._ess_of(metrics), age, waited_s, self.cfg.ess_power)
+            decision = self._decide(step, self._window) if self._is_long_enough(self._window) else None
+        if decision is not None:
+            self._window = Window(now, now)
+            if decision.is_change:
+                self._left_out = max(decision.level, decision.level_before) + 1
+                self._burst = Window(now, now) if self._rung > rung else None
         return decision
 
-    def _is_long_enough(self, window: Window, waited: float) -> bool:
-        """Is the measurement over? A trainer that mostly waits is helped early, unless that was tried."""
-        if window.steps % self.update_interval:
-            return False
-        if window.steps >= self.cfg.interval:
-            return True
-        is_stuck = self._failures or self._rung == self._top(self.update_interval)
-        return window.steps >= EARLY_STEPS and waited > LARGE_WAIT and not is_stuck
+    def _ess_of(self, metrics: Mapping[str, float]) -> float:
+        return min(max(metrics.get(f"ess/{self.cfg.effective}", 1.0), 0.0), 1.0)
 
-    def _decide(self, step: int, window: Window, took: float) -> Decision:
-        before, interval_before = self.level, self.update_interval
+    def _is_long_enough(self, window: Window) -> bool:
+        """Is the measurement over? Early if tokens are worth too little, or the trainer mostly waits."""
+        if window.steps % self.update_interval or window.took <= 0:
+            return False
+        if window.steps >= self.cfg.interval or self._is_worth_too_little(window):
+            return True
+        is_round = window.steps >= max(self.level + 1, EARLY_STEPS)
+        return is_round and window.waited_s > LARGE_WAIT * window.took and self._may_help_early()
+
+    def _is_worth_too_little(self, window: Window) -> bool:
+        is_lowest = self._rung == 0 and self.update_interval == self._least_interval
+        return window.steps >= EARLY_STEPS and window.most_ess < self.cfg.min_ess and not is_lowest
+
+    def _may_help_early(self) -> bool:
+        return not self._failures and self._rung < self._top(self.update_interval)
+
+    def _after_burst(
+        self, step: int, now: float, tokens: float, metrics: Mapping[str, float], waited_s: float
+    ) -> Decision | None:
+        """A step whose batch began together with others: down as soon as tokens are worth too little; up at the end of
+        their round if the trainer will plainly wait, not for engines as the last raise has shown. None if neither.
+        """
+        window = self._burst
+        if window is None:
+            return None
+        window.add(now, tokens, self._ess_of(metrics), metrics.get(AGE, 0.0), waited_s, self.cfg.ess_power)
+        before, ess = self.level, window.ess
+        if self._is_worth_too_little(window):
+            rung, interval, reason = self._down_by_ess(statistics.fmean(window.latest))
+        elif self._left_out > 0 or not self._may_help_early():
+            return None
+        else:
+            self._burst, busy = None, window.took - window.waited_s
+            waited = 1 - busy / window.waited_s if window.waited_s > busy else 0.0
+            speed = window.effective / max(window.took, 1e-9)
+            has_helped = self._has_helped(speed) is not False
+            self._burst_speeds[before] = speed
+            if waited <= LARGE_WAIT or not has_helped:
+                return None
+            settled = ess ** min(max(before / window.age, 1.0), 4.0) if window.age > 0 else ess
+            rung, interval = self._rung_without_wait(waited, settled), self.update_interval
+            reason = "a round plays for long"
+            while rung > self._rung and self._level_at(rung, interval) > FIRST_LEAP * before:
+                rung -= 1
+        return self._change(step, window, rung, interval, reason)
+
+    def _decide(self, step: int, window: Window) -> Decision:
         self._num_decisions += 1
         setting = self._setting(self._rung)
-        known = self._speeds[setting] = self._speed_of(setting) or Speed()
+        known = self._speeds.get(setting)
+        if known is None or self._is_forgotten(known):
+            known = self._speeds[setting] = Speed()
         known.add(window, self._num_decisions)
-        ess, waited = window.effective / max(window.tokens, 1.0), min(window.waited_s / took, 1.0)
-        rung, self.update_interval, reason = self._next(window, ess, waited)
-        self._rung = min(rung, self._top(self.update_interval))
+        waited = min(window.waited_s / window.took, 1.0)
+        ess = statistics.fmean(window.latest) if self._is_worth_too_little(window) else window.ess
+        return self._change(step, window, *self._next(window, ess, waited))
+
+    def _change(self, step: int, window: Window, rung: int, interval: int, reason: str) -> Decision:
+        """The decision for a rung and an interval, which are the current ones from now on."""
+        before, interval_before = self.level, self.update_interval
+        self.update_interval, self._rung = interval, min(rung, self._top(interval))
         return Decision(
-            step, before, self.level, window.effective / took, ess, waited, reason, interval_before,
-            self.update_interval, self.costs.publish_s, self.costs.pause_s,
+            step, before, self.level, window.effective / window.took, window.ess,
+            min(window.waited_s / window.took, 1.0), reason, interval_before, interval,
+            self.costs.publish_s, self.costs.pause_s,
         )  # fmt: skip
 
     def _next(self, window: Window, ess: float, waited: float) -> tuple[int, int, str]:
         """Rung and interval from now on, and why."""
         cfg, rung, interval = self.cfg, self._rung, self.update_interval
         if ess < cfg.min_ess:
-            least = self._least_interval
-            if rung == 0 and interval == least:
-                return 0, interval, f"ess is below min_ess = {cfg.min_ess:g} at the lowest level"
-            self._fail(self._setting(rung))
-            highest = rung if interval > least else rung - 1
-            lower_rungs = (each for each in range(highest, 0, -1) if self._is_worth(self._level_at(each, least), ess))
-            return next(lower_rungs, 0), least, f"ess is below min_ess = {cfg.min_ess:g}"
-        if (lower := self._known_below(rung, interval)) is not None:
-            return lower
+            return self._down_by_ess(ess)
+        if (known := self._known_below(rung, interval)) is not None:
+            return known
         updates_wait = self.costs.pause_s / interval >= waited * (window.ended - window.began) / window.steps / 2
         is_hidden = waited <= cfg.min_wait or updates_wait
         if is_hidden and (rarer := self._best_interval(window, ess, waited)) > interval:
@@ -268,9 +358,19 @@ class Steering:
             return rung, best, self._why_rarer(window)
         if best < interval:
             return rung, best, "updates cost less than fresh tokens are worth"
-        if rung and not any(self._speed_of((each, interval)) for each in self.rungs[:rung]):
-            return rung - 1, interval, "is a lower level as good?"
+        if (lower := self._may_be_as_good(waited, ess)) is not None:
+            return lower, interval, "is a lower level as good?"
         return rung, interval, "no other level is known to be better"
+
+    def _down_by_ess(self, ess: float) -> tuple[int, int, str]:
+        """To where the effective sample size should be above min_ess."""
+        rung, interval, least = self._rung, self.update_interval, self._least_interval
+        if rung == 0 and interval == least:
+            return 0, interval, f"ess is below min_ess = {self.cfg.min_ess:g} at the lowest level"
+        self._fail(self._setting(rung))
+        highest = rung if interval > least else rung - 1
+        lower_rungs = (each for each in range(highest, 0, -1) if self._is_worth(self._level_at(each, least), ess))
+        return next(lower_rungs, 0), least, f"ess is below min_ess = {self.cfg.min_ess:g}"
 
     def _known_below(self, rung: int, interval: int) -> tuple[int, int, str] | None:
         """What is known to be better: fewer steps between updates, or a rung less; None if nothing is."""
@@ -344,31 +444,65 @@ class Steering:
         if waited <= self.cfg.min_wait and fewer > 0:
             playing_s = 0.0
         faster = step_s / max(training_s, playing_s, 0.05 * step_s)
-        return faster * self._ess_at(interval, window, ess) / ess - 1
+        return float(faster * (self._ess_at(interval, window, ess) / ess) ** self.cfg.ess_power - 1)
 
     def _ess_at(self, interval: int, window: Window, ess: float) -> float:
         """The effective sample size with another interval: its logarithm grows with the mean age."""
-        age = window.aged / max(window.tokens, 1.0)
         older = (interval - self.update_interval) / 2
-        return float(min(ess, 1.0) ** max(1 + older / age, 0.0)) if age > 0 else ess
+        return float(min(ess, 1.0) ** max(1 + older / window.age, 0.0)) if window.age > 0 else ess
 
     # -- how far ahead --
 
     def _rung_without_wait(self, waited: float, ess: float) -> int:
-        """The rung at which the trainer would not wait, below those that have failed lately or would be below min_ess;
-        otherwise at least one up.
+        """The best rung up to the one at which the trainer would not wait, or the next one, below those that have
+        failed lately or would be below min_ess; the current one if none should be better.
         """
         interval = self.update_interval
         wanted = (self.level + 1) / max(1 - waited, 0.05) - 1
-        up = self._rung
-        while up < self._top(interval):
-            level = self._level_at(up + 1, interval)
-            is_blocked = self._blocked_until.get((self.rungs[up + 1], interval), 0) > self._num_decisions
-            is_enough = up > self._rung and level > wanted
-            if is_blocked or is_enough or not self._is_worth(level, ess):
+        best, most = self._rung, 1.0
+        for up in range(self._rung + 1, self._top(interval) + 1):
+            level = self._level_at(up, interval)
+            is_blocked = self._blocked_until.get((self.rungs[up], interval), 0) > self._num_decisions
+            if is_blocked or (level > wanted and up > self._rung + 1) or not self._is_worth(level, ess):
                 break
-            up += 1
-        return up
+            if (promise := self._promise(level, waited, ess)) > most:
+                best, most = up, promise
+        return best
+
+    def _may_be_as_good(self, waited: float, ess: float) -> int | None:
+        """The lower rung that may give no less and is not known; None if there is none.
+
+        The next one, where the trainer does not plainly wait. Where it does, rollouts in flight may be what is missing:
+        then the one that promises most, if that is enough, or if the raise to this level has not helped.
+        """
+        interval = self.update_interval
+        unknown = [each for each in range(self._rung) if self._speed_of((self.rungs[each], interval)) is None]
+        if not unknown or waited <= LARGE_WAIT:
+            return self._rung - 1 if self._rung - 1 in unknown else None
+        promises = {
+            each: self._promise(self._level_at(each, interval), waited, ess, least_gain=0.0) for each in unknown
+        }
+        best = max(unknown, key=lambda each: promises[each])
+        is_seen = len(unknown) < self._rung or self._has_helped(self._speeds[self._setting(self._rung)].mean)
+        return best if promises[best] >= 1 or not is_seen else None
+
+    def _has_helped(self, speed: float) -> bool | None:
+        """Whether so many effective tokens per second are what this level must give over the burst of a lower one, so
+        that engines are not what the trainer waits for; None if there was none.
+        """
+        below = max((level for level in self._burst_speeds if level < self.level), default=None)
+        if below is None:
+            return None
+        return speed >= self._burst_speeds[below] * (1 + self.cfg.min_gain * (self.level - below))
+
+    def _promise(self, level: int, waited: float, ess: float, *, least_gain: float | None = None) -> float:
+        """What another level should give of effective tokens per second, relative to the current one; each level counts
+        least_gain, None: min_gain. Rollouts per second grow with those in flight, as long as the trainer waits.
+        """
+        least_gain = self.cfg.min_gain if least_gain is None else least_gain
+        faster = min((level + 1) / (self.level + 1), 1 / max(1 - waited, 0.05))
+        fresher = max(ess, 1e-9) ** (self.cfg.ess_power * (level / self.level - 1))
+        return float(faster * fresher * (1 + least_gain) ** (self.level - level))
 
     def _is_worth(self, level: int, ess: float) -> bool:
         """Whether min_ess should hold at this level, where `ess` is that of the current one."""
@@ -378,9 +512,13 @@ class Steering:
         return self.rungs[rung], self.update_interval
 
     def _speed_of(self, setting: Setting) -> Speed | None:
-        """What was measured of a setting; None if that is forgotten."""
+        """What was measured of a setting; None if that is forgotten, or so little that it says nothing."""
         speed = self._speeds.get(setting)
-        return speed if speed is not None and self._num_decisions - speed.at < MEMORY else None
+        is_known = speed is not None and speed.steps >= EARLY_STEPS and not self._is_forgotten(speed)
+        return speed if is_known else None
+
+    def _is_forgotten(self, speed: Speed) -> bool:
+        return self._num_decisions - speed.at >= MEMORY
 
     def _fail(self, setting: Setting) -> None:
         self._failures[setting] = failures = self._failures.get(setting, 0) + 1
