@@ -101,7 +101,7 @@ async def measure(cfg: OrchestratorConfig) -> dict:
 
     renderer = build_scratch_renderer(cfg.model.scratch, cfg.renderer)
     lags: list[tuple[float, float, float]] = []
-    peak = {"rollouts": 0, "rss": 0, "tasks": 0}
+    peak, spent = {"rollouts": 0, "rss": 0, "tasks": 0}, {"looking": 0.0}
     async with AsyncExitStack() as stack:
         loop = build_loop(cfg, await open_wires(cfg, 0, stack), renderer, Progress(), stack)
         await stack.enter_async_context(collect_on_growth())
@@ -112,12 +112,15 @@ async def measure(cfg: OrchestratorConfig) -> dict:
                 await asyncio.sleep(0.25)
                 running = loop.buffer.gauges().get("running", 0) * cfg.group_size
                 if running >= peak["rollouts"]:
+                    began = time.process_time()  # to go through all tasks takes as long as ten rollouts
                     peak.update(rollouts=running, rss=rss_bytes(), tasks=len(asyncio.all_tasks()))
+                    spent["looking"] += time.process_time() - began
 
         beside = [asyncio.create_task(probe(lags)), asyncio.create_task(watch())]
         started, cpu = time.perf_counter(), rollout_cost.cpu_s()
         await loop.run()
-        wall, cpu = time.perf_counter() - started, rollout_cost.cpu_s() - cpu
+        wall, cpu = time.perf_counter() - started, rollout_cost.cpu_s() - cpu - spent["looking"]
+        num_replies = loop.parts.engines.num_replies
         for each in beside:
             each.cancel()
     late = sorted(lag for _, lag, _ in lags)
@@ -137,7 +140,9 @@ async def measure(cfg: OrchestratorConfig) -> dict:
         "worst_at_s": [round(when - started, 1) for when, _, _ in worst],
         "own_lag_share_over_50_ms": round(sum(lag > 0.05 for lag in busy) / len(busy), 5),
         "kib_per_rollout_in_flight": round((peak["rss"] - before) / max(peak["rollouts"], 1) / 1024, 2),
-        "cpu_ms_per_rollout": round(1e3 * cpu / num, 3),
+        "cpu_ms_per_rollout": round(1e3 * cpu / num, 3),  # those in flight at the end are not among them
+        "cpu_ms_per_reply": round(1e3 * cpu / num_replies, 3),
+        "looking_s": round(spent["looking"], 2),
         "wall_s": round(wall, 1),
     }
 

@@ -147,6 +147,7 @@ async def measure(cfg: OrchestratorConfig) -> tuple[list[float], list[float]]:
     """CPU and wall seconds of every step but the first ones, which pay for warming up."""
     from contextlib import AsyncExitStack
 
+    from stretto.base.runtime import collect_on_growth
     from stretto.orchestrator.build import build_scratch_renderer
     from stretto.orchestrator.main import build_loop, open_wires
     from stretto.orchestrator.state.run_checkpoint import Progress
@@ -155,6 +156,7 @@ async def measure(cfg: OrchestratorConfig) -> tuple[list[float], list[float]]:
     marks: list[tuple[float, float]] = []
     async with AsyncExitStack() as stack:
         loop = build_loop(cfg, await open_wires(cfg, 0, stack), renderer, Progress(), stack)
+        await stack.enter_async_context(collect_on_growth())  # as in a run
         log = loop.parts.monitors.log
 
         def mark(step: int, metrics: dict[str, float]) -> None:

@@ -1,8 +1,13 @@
-"""asyncio helpers: waits with a deadline and a name, long work in slices, task groups that fail fast."""
+"""asyncio helpers: waits with a deadline and a name, long work in slices, task groups that fail fast.
+
+A `Deadline` does for any number of waits what asyncio.timeout does for one, with a single timer: thousands of requests
+wait at once, and a timer of its own would cost each as much as its part of the network does.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Generator
 from contextlib import asynccontextmanager
@@ -13,6 +18,8 @@ from stretto.base.errors import EngineError, StrettoError
 T = TypeVar("T")
 
 SLICE_S = 0.004
+LATE_SHARE = 1 / 128
+"""By this share of its length a wait of `Deadlines` may end too late."""
 
 
 def is_cancelled() -> bool:
@@ -36,6 +43,114 @@ async def wait_for(awaitable: Awaitable[T], timeout_s: float | None, what: str) 
         if not deadline.expired():
             raise
         raise EngineError(f"waited {timeout_s:g}s for {what}") from cause
+
+
+class Call:
+    """What a task waits for, and somebody else may end."""
+
+    __slots__ = ("_is_absorbed", "_is_ended", "_num_cancelled", "_task")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "only a task can be ended"
+        self._task, self._num_cancelled = task, task.cancelling()
+        self._is_ended = self._is_absorbed = False
+
+    def cancel(self) -> None:
+        """End the wait: its task goes on with an error."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._task.cancel()
+
+    def absorb(self) -> bool:
+        """Take the cancellation back; whether it came from `cancel` alone, and not also from who cancels the task."""
+        if not self._is_ended or self._is_absorbed:
+            return False
+        self._is_absorbed = True
+        return self._task.uncancel() <= self._num_cancelled
+
+
+class Deadline:
+    """A moment at which all waits end that are bound to it; `when` is the event loop's time."""
+
+    __slots__ = ("_calls", "_timer", "when")
+
+    def __init__(self, when: float) -> None:
+        self.when = when
+        self._calls: set[Limit] = set()
+        self._timer: asyncio.TimerHandle | None = asyncio.get_running_loop().call_at(when, self._end)
+
+    def add(self, call: Limit) -> None:
+        self._calls.add(call)
+        if self._timer is None:  # the moment is over
+            asyncio.get_running_loop().call_soon(self._end)
+
+    def remove(self, call: Limit) -> None:
+        self._calls.discard(call)
+
+    def close(self) -> None:
+        """Nobody will wait for it any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self) -> None:
+        self._timer, calls = None, self._calls
+        self._calls = set()
+        for call in calls:
+            call.cancel()
+
+
+class Limit(Call):
+    """`with Limit(deadline):` ends with a TimeoutError if its deadline, should it have one, comes before its end."""
+
+    __slots__ = ("deadline",)
+
+    def __init__(self, deadline: Deadline | None) -> None:
+        super().__init__()
+        self.deadline = deadline
+
+    @property
+    def is_over(self) -> bool:
+        """Has the deadline come?"""
+        return self._is_ended
+
+    def move_to(self, deadline: Deadline | None) -> None:
+        """Have another deadline from now on, or none."""
+        if self.deadline is not None:
+            self.deadline.remove(self)
+        self.deadline = deadline
+        if deadline is not None:
+            deadline.add(self)
+
+    def __enter__(self) -> Limit:
+        if self.deadline is not None:
+            self.deadline.add(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self.deadline is not None:
+            self.deadline.remove(self)
+        if self.absorb() and kind is asyncio.CancelledError:
+            raise TimeoutError from error
+
+
+class Deadlines:
+    """Deadlines that many waits share: those that end at about one time have the same one."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[float, int], Deadline] = {}
+
+    def after(self, seconds: float) -> Deadline:
+        """The deadline that comes after this time, or up to LATE_SHARE of it later."""
+        loop = asyncio.get_running_loop()
+        grain = max(seconds * LATE_SHARE, 1e-4)
+        number = math.ceil((loop.time() + seconds) / grain)
+        if (deadline := self._known.get((grain, number))) is None:
+            now = loop.time()
+            for key in [key for key, each in self._known.items() if each.when < now]:
+                del self._known[key]
+            deadline = self._known[grain, number] = Deadline(number * grain)
+        return deadline
 
 
 async def run_in_slices(work: Generator[None, None, T]) -> T:

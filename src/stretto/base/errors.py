@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ENDED_FIRST = "ended while this rank was still working"
 """In the message of a process that fails because another has ended, by default the orchestrator: that one knows the
@@ -45,18 +44,22 @@ class WireError(StrettoError):
     """Two processes do not understand each other: schema, version or network."""
 
 
-@contextmanager
-def boundary(kind: type[StrettoError], where: str) -> Iterator[None]:
+class boundary:
     """Turn any exception except a StrettoError into `kind`, with `where` in its message.
 
     Use it only at the named boundaries: a rollout, a server request, a monitor, the launcher.
     """
-    try:
-        yield
-    except StrettoError:
-        raise
-    except Exception as cause:
-        raise kind(f"{where}: {type(cause).__name__}: {cause}") from cause
+
+    __slots__ = ("_kind", "_where")
+
+    def __init__(self, kind: type[StrettoError], where: str) -> None:
+        self._kind, self._where = kind, where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: type[BaseException] | None, cause: BaseException | None, __: Any) -> None:
+        if isinstance(cause, Exception) and not isinstance(cause, StrettoError):
+            raise self._kind(f"{self._where}: {type(cause).__name__}: {cause}") from cause
 
 
 # -- files --

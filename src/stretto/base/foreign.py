@@ -209,25 +209,31 @@ def call(function: Callable[..., Any], inputs: Any, kwargs: dict[str, Any], wher
 # -- the guard --
 
 
-@contextmanager
-def guarded(
-    kind: type[StrettoError], where: str, *, describe: Callable[[BaseException], str] | None = None
-) -> Iterator[None]:
+class guarded:
     """Turn any exception of the user code inside into `kind`, with `where`, file and line in its message.
 
     A StrettoError and a cancellation of this task pass unchanged.
 
     describe: returns the text after `where` for an exception; default: location and text.
     """
-    describe = describe or (lambda error: describe_error(error, num_ours=2))
-    try:
-        yield
-    except (Exception, SystemExit, asyncio.CancelledError) as cause:
-        if isinstance(cause, StrettoError) or (isinstance(cause, asyncio.CancelledError) and is_cancelled()):
-            raise
-        if issubclass(kind, EnvError):  # the run goes on, and the same error may be raised many times
-            _log_first(where, cause)
-        raise kind(f"{where}: {describe(cause)}") from cause
+
+    __slots__ = ("_describe", "_kind", "_where")
+
+    def __init__(
+        self, kind: type[StrettoError], where: str, *, describe: Callable[[BaseException], str] | None = None
+    ) -> None:
+        self._kind, self._where, self._describe = kind, where, describe or describe_error
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: type[BaseException] | None, cause: BaseException | None, __: Any) -> None:
+        if not isinstance(cause, Exception | SystemExit | asyncio.CancelledError) or isinstance(cause, StrettoError):
+            return
+        if isinstance(cause, asyncio.CancelledError) and is_cancelled():
+            return
+        if issubclass(self._kind, EnvError):  # the run goes on, and the same error may be raised many times
+            _log_first(self._where, cause)
+        raise self._kind(f"{self._where}: {self._describe(cause)}") from cause
 
 
 _logged: set[tuple[type[BaseException], str]] = set()

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stretto.base.errors import DataError
 from stretto.chat.tool_calls import Call
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Int
 
 Message = dict[str, Any]
 
@@ -81,6 +85,17 @@ class Backend(Protocol):
         """
         ...
 
+    def between(
+        self,
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
+        completion_ids: Sequence[int] | Int[np.ndarray, " completion"],
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+    ) -> Sequence[int] | None:
+        """What `bridge` puts behind the earlier tokens, if it need not look at all of them to know; else None."""
+        ...
+
     def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
         """The tokens that the model would sample for a reply.
 
@@ -89,7 +104,10 @@ class Backend(Protocol):
         ...
 
     def parse(
-        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Sequence[Message] | None
+        self,
+        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"] | None,
+        tools: Sequence[Message] | None,
     ) -> Parsed:
         """What a completion says."""
         ...

@@ -1,19 +1,26 @@
 """Messages <-> tokens by the renderers library: one hand-written renderer per family of models.
 
 `import_library` alone imports the library, where it is needed: that takes a fifth of a second.
+
+The library looks at every token of prompt and reply, once for a thought, once for calls and once for their ends. Most
+turns need none of that: text, the end token, and a message of text as the answer. `PlainTurns` does these, with what
+it has seen the library do, at a fifth of the cost.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError, DataError
@@ -22,6 +29,9 @@ from stretto.chat.conversations import CALL, CALL_ID, ONE_TURN, TOOL
 from stretto.chat.tokenizer import Tokenizer
 from stretto.chat.tool_calls import Call
 from stretto.config.sections.model import RendererSection
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 _PAST = "x"
 """Stands for images and calls of the past where only a new message is tried."""
@@ -63,22 +73,141 @@ class UnfitVocabularyError(ConfigError):
     """A vocabulary lacks special tokens of a family."""
 
 
+_MARK = re.compile("[<>\\[\\]{}|\u25c1\u25b7\uff5c]")
+"""A character of what families mark thoughts and calls with, where that is no token of its own."""
+_LONGEST_TAIL = 32
+"""Tokens of the longest beginning of a reply, with the end of the message before it."""
+_MAX_TAILS = 64
+"""Beginnings of replies for which the library is asked: a template has few, where messages end with an end token."""
+_LONGEST_KEPT = 1024
+"""Characters of the longest messages that are remembered."""
+_PROBES = ("a", " a b ", "\n\na\n b\n", "b.\n\n", "\ta  1", " \n")
+_TRIMS: tuple[Callable[[str], str], ...] = (
+    lambda text: text,
+    lambda text: text.strip(),
+    lambda text: text.lstrip(),
+    lambda text: text.rstrip(),
+    lambda text: text.strip("\n"),
+    lambda text: text.lstrip("\n"),
+    lambda text: text.rstrip("\n"),
+)
+"""What a family may leave out at the ends of a reply."""
+
+
+class PlainTurns:
+    """Replies of text and one end token, and messages of text behind them.
+
+    What the library makes of such a reply depends on how it begins (the tail: the prompt from its last end token on)
+    and on its end token, and so does what it puts between the reply and the next one. It is asked once for each, with
+    probes in the place of the reply.
+    """
+
+    def __init__(self, backend: Any, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> None:
+        self._backend, self._tokenizer = backend, tokenizer
+        self._stop_ids, self._marks = frozenset(stop_ids), frozenset(tokenizer.added_ids)
+        self._trims: dict[tuple[tuple[int, ...], int], Callable[[str], str] | None] = {}  # by tail and end token
+        self._between = lru_cache(maxsize=4096)(self._find_between)
+
+    def parse(
+        self, reply_ids: Sequence[int], prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"] | None
+    ) -> Parsed | None:
+        """What a reply says; None if the library has to look at it."""
+        ids = _as_list(reply_ids)
+        text, tail = self._text_of(ids), self._tail_of(prompt_ids)
+        if text is None or tail is None or (trim := self._trim_after(tail, ids[-1])) is None:
+            return None
+        return Parsed(trim(text))
+
+    def between(
+        self,
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
+        reply_ids: Sequence[int] | Int[np.ndarray, " reply"],
+        reply: Message,
+        messages: Sequence[Message],
+    ) -> tuple[int, ...] | None:
+        """The tokens from the end of a reply to the beginning of the next one; None if the library has to find them.
+
+        reply: the message that was read in reply_ids.
+        """
+        if not all(isinstance(value, str) for message in messages for value in message.values()):
+            return None
+        ids = _as_list(reply_ids)
+        text = reply.get("content") if len(reply) == 2 else None  # else it has a thought or calls
+        if not isinstance(text, str) or not self._is_text(ids) or _MARK.search(text):
+            return None
+        if not (tail := self._tail_of(prompt_ids)):
+            return None
+        if self._trim_after(tail, ids[-1]) is None:
+            return None
+        is_short = sum(len(value) for message in messages for value in message.values()) < _LONGEST_KEPT
+        find = self._between if is_short else self._find_between
+        return find(tail, ids[-1], tuple(tuple(message.items()) for message in messages))
+
+    def _is_text(self, ids: list[int]) -> bool:
+        """Are the tokens of a reply text and one end token?"""
+        return len(ids) > 1 and ids[-1] in self._stop_ids and self._marks.isdisjoint(ids[:-1])
+
+    def _text_of(self, ids: list[int]) -> str | None:
+        """The text of a reply before its end token, if it is text alone."""
+        if not self._is_text(ids):
+            return None
+        text = self._tokenizer.decode(ids[:-1])
+        return None if _MARK.search(text) else text
+
+    def _tail_of(self, prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"] | None) -> tuple[int, ...] | None:
+        if prompt_ids is None:
+            return ()
+        last = _as_list(prompt_ids[-_LONGEST_TAIL:])
+        for start in range(len(last) - 1, -1, -1):
+            if last[start] in self._stop_ids:
+                return tuple(last[start:])
+        return tuple(last) if len(prompt_ids) < _LONGEST_TAIL else None
+
+    def _trim_after(self, tail: tuple[int, ...], end: int) -> Callable[[str], str] | None:
+        if (key := (tail, end)) in self._trims:
+            return self._trims[key]
+        if len(self._trims) >= _MAX_TAILS:
+            return None
+        trim = self._trims[key] = self._find_trim(tail, end)
+        return trim
+
+    def _find_trim(self, tail: tuple[int, ...], end: int) -> Callable[[str], str] | None:
+        """What the library leaves out of a reply; None if it does more, as where the reply begins in a thought."""
+        found = []
+        for probe in _PROBES:
+            ids = self._tokenizer.encode(probe)
+            parsed = self._backend.parse_response([*ids, end], tools=None, prompt_ids=list(tail) or None)
+            if not self._marks.isdisjoint(ids) or parsed.reasoning_content is not None or parsed.tool_calls:
+                return None
+            found.append((self._tokenizer.decode(ids), parsed.content))
+        return next((trim for trim in _TRIMS if all(trim(text) == content for text, content in found)), None)
+
+    def _find_between(
+        self, tail: tuple[int, ...], end: int, messages: tuple[tuple[tuple[str, str], ...], ...]
+    ) -> tuple[int, ...] | None:
+        before = list(tail), [*self._tokenizer.encode(_PROBES[0]), end]
+        found = self._backend.bridge_to_next_turn(*before, [dict(message) for message in messages], tools=None)
+        num_before = len(before[0]) + len(before[1])
+        if found is None or found.token_ids[:num_before] != before[0] + before[1]:
+            return None
+        return tuple(found.token_ids[num_before:])
+
+
 class FamilyBackend:
     """One renderer of the library."""
 
     reads_history = False
 
-    def __init__(
-        self, backend: Any, family: str, decode: Callable[[list[int]], str], with_thoughts: Any = None
-    ) -> None:
-        """decode: the text of tokens; with_thoughts: a renderer that keeps the thought of every reply."""
+    def __init__(self, backend: Any, family: str, tokenizer: Tokenizer, with_thoughts: Any = None) -> None:
+        """with_thoughts: a renderer that keeps the thought of every reply."""
         self.name = family
-        self._backend, self._decode, self._with_thoughts = backend, decode, with_thoughts
+        self._backend, self._decode, self._with_thoughts = backend, tokenizer.decode, with_thoughts
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(backend.get_stop_token_ids()))
         question = [{"role": "user", "content": "a"}]
         num_tokens = len(backend.render_ids(question))
         # Tokens before every reply: the role header and, with thinking off, an empty thought.
         self._reply_prefix = backend.render_ids(question, add_generation_prompt=True)[num_tokens:]
+        self._plain = PlainTurns(backend, tokenizer, self.stop_ids)
         self._shows_ids = False
         called = [*ONE_TURN, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
         shown = self._attempt(called, None) or ""
@@ -112,15 +241,34 @@ class FamilyBackend:
         *,
         has_owners: bool = False,
     ) -> Rendered | None:
-        if not any(message["role"] == "assistant" for message in messages):
-            past = [m if isinstance(m.get("content"), str) else m | {"content": _PAST} for m in history]
-            self._shown.check([*past, *messages], tools, first=len(past))
+        self._check_next(history, messages, tools)
         messages = self._identified([*history, *messages])[len(history) :]
         before = _as_list(prompt_ids), _as_list(completion_ids)
         found = self._backend.bridge_to_next_turn(*before, list(messages), tools=tools)
         if found is None:
             return None
         return self._with_owners(found) if has_owners else Rendered(found.token_ids)
+
+    def between(
+        self,
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
+        completion_ids: Sequence[int] | Int[np.ndarray, " completion"],
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+    ) -> Sequence[int] | None:
+        if tools or not all(message["role"] == "user" and len(message) == 2 for message in messages):
+            return None
+        self._check_next(history, messages, tools)
+        return self._plain.between(prompt_ids, completion_ids, history[-1], messages)
+
+    def _check_next(
+        self, history: Sequence[Message], messages: Sequence[Message], tools: Sequence[Message] | None
+    ) -> None:
+        """Raises: DataError for a new message that the family does not show."""
+        if not any(message["role"] == "assistant" for message in messages):
+            past = [m if isinstance(m.get("content"), str) else m | {"content": _PAST} for m in history]
+            self._shown.check([*past, *messages], tools, first=len(past))
 
     def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
         self._shown.check(history, tools)
@@ -156,8 +304,13 @@ class FamilyBackend:
         return Reply(ids[first:end], [True] * (end - first), ids[:first], owners)
 
     def parse(
-        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Sequence[Message] | None
+        self,
+        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"] | None,
+        tools: Sequence[Message] | None,
     ) -> Parsed:
+        if (plain := self._plain.parse(completion_ids, prompt_ids)) is not None:
+            return plain
         parsed = self._backend.parse_response(
             _as_list(completion_ids), tools=tools, prompt_ids=None if prompt_ids is None else _as_list(prompt_ids)
         )
@@ -223,7 +376,9 @@ def _with_id(call: Message, number: int) -> Message:
     return call if own and name in own else call | {"id": f"functions.{name}:{number}"}
 
 
-def _as_list(token_ids: Sequence[int]) -> list[int]:
+def _as_list(token_ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> list[int]:
+    if isinstance(token_ids, np.ndarray):
+        return token_ids.tolist()
     return token_ids if isinstance(token_ids, list) else list(token_ids)
 
 
@@ -272,7 +427,7 @@ def build_family(tokenizer: Tokenizer, family: str, section: RendererSection) ->
         if getattr(config, "auto_drop_analysis", False):  # gpt-oss: a rendered reply would lack its thought
             kept = config.model_copy(update={"auto_drop_analysis": False})
             with_thoughts = renderers.create_renderer(tokenizer, kept)
-        return FamilyBackend(backend, family, tokenizer.decode, with_thoughts)
+        return FamilyBackend(backend, family, tokenizer, with_thoughts)
     except AssertionError as cause:
         raise UnfitVocabularyError(
             f"[renderer] name = {family!r} does not fit {tokenizer.name_or_path}: {cause}"

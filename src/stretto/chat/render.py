@@ -203,7 +203,12 @@ class Renderer:
         first. None if the template rewrites the history here (it may drop old thinking): the caller must then render
         the whole conversation and start another branch.
         """
-        bridged = self._bridge(prompt_ids, completion_ids, history, new_messages, tools)
+        new = self._plain(new_messages)
+        if self.image_token_id is None:
+            between = self._backend.between(prompt_ids, completion_ids, history, new, tools)
+            if between is not None:
+                return np.concatenate((prompt_ids, completion_ids, between), dtype=np.int32, casting="unsafe")
+        bridged = self._bridge(prompt_ids, completion_ids, history, new, tools)
         if bridged is None:
             return None
         return self._expanded(np.asarray(bridged.token_ids, np.int32), new_messages, after=(prompt_ids, completion_ids))
@@ -224,7 +229,7 @@ class Renderer:
             plain = self._plain(messages, is_counted=False)
             rendered = self._backend.render(plain, tools, add_generation_prompt=True, has_owners=True)
         else:
-            bridged = self._bridge(*after, messages, tools, has_owners=True)
+            bridged = self._bridge(*after, self._plain(messages, is_counted=False), tools, has_owners=True)
             assert bridged is not None, "text_owners is asked about a prompt that `extend` made"
             rendered = bridged
         return self._expanded_owners(rendered, messages, None if after is None else after[:2])
@@ -281,8 +286,7 @@ class Renderer:
 
         `unparsed_tool_calls` has the text of invalid calls; an environment can answer them.
         """
-        prompt = None if prompt_ids is None else _as_list(prompt_ids)
-        parsed = self._backend.parse(_as_list(completion_ids), prompt, tools)
+        parsed = self._backend.parse(_as_list(completion_ids), prompt_ids, tools)
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
             message["reasoning_content"] = parsed.reasoning
@@ -420,10 +424,10 @@ class Renderer:
         *,
         has_owners: bool = False,
     ) -> Rendered | None:
+        """The next prompt by the backend; messages as `_plain` gives them."""
         before = _as_list(prompt_ids), _as_list(completion_ids)
         past = self._plain(history, is_counted=False) if self._backend.reads_history else history
-        new = self._plain(messages, is_counted=not has_owners)
-        return self._backend.bridge(*before, past, new, tools, has_owners=has_owners)
+        return self._backend.bridge(*before, past, messages, tools, has_owners=has_owners)
 
     def _expanded(
         self, ids: Int32[np.ndarray, " rendered"], messages: Sequence[Message], after: tuple[Any, Any] | None = None

@@ -14,7 +14,7 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.backend import Message, Parsed, Rendered, Reply, Shown
@@ -25,6 +25,10 @@ from stretto.chat.template_traits import Thinking, as_parts, attempt, find_trait
 from stretto.chat.templates import ChatTemplate
 from stretto.chat.tokenizer import Tokenizer
 from stretto.chat.tool_calls import ALIASES, FORMAT_MARKS, FORMATS, LAST_TOKENS, LIBRARY_FORMATS, TEXT_FORMATS, UNMARKED
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Int
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +136,16 @@ class TemplateBackend:
         ]
         return Rendered(token_ids, [-1] * (len(token_ids) - len(added)) + owners_of(offsets, spans))
 
+    def between(
+        self,
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"],
+        completion_ids: Sequence[int] | Int[np.ndarray, " completion"],
+        history: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+    ) -> Sequence[int] | None:
+        return None
+
     def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
         try:
             asked = self._text(history, tools, True)
@@ -175,9 +189,12 @@ class TemplateBackend:
     # -- tokens to messages --
 
     def parse(
-        self, completion_ids: Sequence[int], prompt_ids: Sequence[int] | None, tools: Sequence[Message] | None
+        self,
+        completion_ids: Sequence[int],
+        prompt_ids: Sequence[int] | Int[np.ndarray, " prompt"] | None,
+        tools: Sequence[Message] | None,
     ) -> Parsed:
-        tail = None if prompt_ids is None else self._tokenizer.decode(list(prompt_ids)[-32:])
+        tail = None if prompt_ids is None else self._tokenizer.decode(list(prompt_ids[-32:]))
         return self._parse(completion_ids, tail, tools)[0]
 
     def _parse(self, ids: Sequence[int], prompt: str | None, tools: Sequence[Message] | None) -> tuple[Parsed, bool]:

@@ -143,6 +143,11 @@ class Tokenizer:
         """The texts of all tokens that were added to the vocabulary."""
         return tuple(token.content for token in self._backend.get_added_tokens_decoder().values())
 
+    @property
+    def added_ids(self) -> tuple[int, ...]:
+        """The ids of all tokens that were added to the vocabulary."""
+        return tuple(self._backend.get_added_tokens_decoder())
+
     def token_text(self, token_id: int) -> str:
         """The text of one special token."""
         return self._backend.id_to_token(int(token_id)) or ""

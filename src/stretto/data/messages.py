@@ -11,7 +11,7 @@ from typing import Any
 
 from stretto.base.errors import DataError, EnvError, StrettoError
 from stretto.data.records import from_json
-from stretto.data.values import checked_json, refuse_surrogates
+from stretto.data.values import checked_json, is_unicode, refuse_surrogates
 
 ROLES = ("system", "user", "assistant", "tool")
 KNOWN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "step_loss_mask")
@@ -101,7 +101,17 @@ def checked_messages(messages: Sequence[Any], where: str, *, first: int = 0) -> 
 
     Raises: EnvError that names the message and what to give in its place.
     """
-    return [_checked(message, f"{where}[{index}]") for index, message in enumerate(messages, first)]
+    return [
+        dict(message) if is_plain(message) else _checked(message, f"{where}[{index}]")
+        for index, message in enumerate(messages, first)
+    ]
+
+
+def is_plain(message: Any) -> bool:
+    """Whether a message has a role and a text, and nothing else: most do, and there is nothing to check."""
+    if type(message) is not dict or len(message) != 2 or message.get("role") not in ROLES:
+        return False
+    return isinstance(content := message.get("content"), str) and is_unicode(content)
 
 
 def _checked(message: Any, where: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import numpy as np
 
 from stretto.base.errors import ConfigError, EnvError, StrettoError
 from stretto.base.foreign import call_async, defined_in, definition_of, guarded, load_module
-from stretto.data.messages import checked_messages, short_repr
+from stretto.data.messages import checked_messages, is_plain, short_repr
 from stretto.data.values import checked_json, describe_value, with_whole_text
 from stretto.envs import find
 from stretto.envs.models import ChatModel, model_of
@@ -304,8 +304,10 @@ async def prompt_of(env: Environment, task: Task, where: str) -> list[Message]:
 
     Raises: EnvError for whatever the environment raises, or a prompt that is not valid.
     """
-    named = where_of(env, "prompt", where)
-    return checked_prompt(await call_async(lambda: env.prompt(task), where), named)  # type: ignore[attr-defined]
+    prompt = await call_async(lambda: env.prompt(task), where)  # type: ignore[attr-defined]
+    if isinstance(prompt, list) and prompt and all(map(is_plain, prompt)):
+        return [dict(message) for message in prompt]  # nothing is wrong, so no message is made
+    return checked_prompt(prompt, where if isinstance(prompt, str) else where_of(env, "prompt", where))
 
 
 @dataclass(frozen=True)

@@ -79,13 +79,12 @@ class SegmentWriter:
         """
         return self._write(images) if images else []
 
-    def append_turn(self, turn: Turn, before: Place | None) -> Place:
-        """Write a turn of an unfinished rollout; `before` is the place of the turn before it.
+    def append_turns(self, turns: Sequence[tuple[Turn, Place | None]]) -> list[Place]:
+        """Write turns of unfinished rollouts in one system call, each with the place of the turn before it.
 
-        Raises: EngineError if the disk refuses it.
+        Raises: EngineError if the disk refuses them.
         """
-        [place] = self._write([TurnRecord(turn, before)])
-        return place
+        return self._write([TurnRecord(turn, before) for turn, before in turns])
 
     def _write(self, records: Sequence[Payload | TurnRecord | Image]) -> list[Place]:
         blobs = list(map(encode_blob, records))

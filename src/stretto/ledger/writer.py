@@ -87,7 +87,7 @@ class Ledger:
         self._depth = 0
         self._running: dict[int, dict[int, _Start]] = {}  # group -> member -> its row
         self._turns: dict[tuple[int, int], Place] = {}  # unfinished member -> its newest turn
-        self._unwritten: dict[int, Place] = {}  # row -> its newest turn, if that is not committed yet
+        self._unwritten: dict[int, tuple[tuple[int, int], list[Turn]]] = {}  # row -> its member, turns not written yet
         self._next_row = self._scalar("SELECT coalesce(max(row), 0) + 1 FROM rollouts")
         self._incarnation: int = self._scalar("SELECT coalesce(max(incarnation), 0) FROM incarnations")
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
@@ -113,10 +113,7 @@ class Ledger:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             yield
-            if turns := [(*place, row) for row, place in self._unwritten.items()]:  # also those added inside
-                self._db.executemany(_UPDATE_TURN, turns)
             self._db.execute("COMMIT")
-            self._unwritten.clear()
         except BaseException as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -161,15 +158,13 @@ class Ledger:
     def turn_played(self, group_id: int, member: int, turn: Turn) -> None:
         """Store a turn of a running member, for `reuse.partial_rollouts` if it is interrupted.
 
-        Inside an event loop turns are committed together, after TURN_COMMIT_INTERVAL_S or with the next commit before
-        that. A process that is killed meanwhile loses them, and plays them again.
+        Inside an event loop turns are written together, after TURN_COMMIT_INTERVAL_S. A process that is killed
+        meanwhile loses them, and plays them again.
         """
         start = self._running.get(group_id, {}).get(member)
         if start is None:
             return  # its group was dropped meanwhile
         self._add_turn((group_id, member), start.row, turn)
-        if self._segments.end >= self._segment_bytes:
-            self._rotate()
 
     def forget_turns(self, group_id: int, member: int) -> None:
         """Do not use the stored turns of a member; call it before the member starts."""
@@ -213,8 +208,9 @@ class Ledger:
                 "UPDATE rollouts SET status = 'dropped', reason = ? WHERE group_id = ? AND +status = 'running'",
                 (str(Reason.CANCELLED), group_id),
             )
-        for member in self._running.pop(group_id, {}):
+        for member, start in self._running.pop(group_id, {}).items():
             self._turns.pop((group_id, member), None)
+            self._unwritten.pop(start.row, None)
 
     def batch_shipped(self, step: int, group_ids: Sequence[int]) -> None:
         """Record that the valid rollouts of these groups are the batch of `step`."""
@@ -321,6 +317,7 @@ class Ledger:
                     del self._turns[key]
                     for turn in each.rollout.turns:
                         self._add_turn(key, each.row, turn)
+            self.write_turns()
         return {key: each.rollout for key, each in partials.items()}
 
     def unfinished_draws(self) -> list[tuple[int, Task]]:
@@ -371,20 +368,31 @@ class Ledger:
             self._insert(table, *values)
 
     def _add_turn(self, key: tuple[int, int], row: int, turn: Turn) -> None:
-        self._turns[key] = self._unwritten[row] = self._segments.append_turn(turn, self._turns.get(key))
+        if (known := self._unwritten.get(row)) is not None:
+            known[1].append(turn)
+            return
+        self._unwritten[row] = key, [turn]
+        if len(self._unwritten) > 1:
+            return  # whoever came first has set the timer
         try:
-            loop = asyncio.get_running_loop()
+            asyncio.get_running_loop().call_later(TURN_COMMIT_INTERVAL_S, self.write_turns)
         except RuntimeError:
             self.write_turns()
-            return
-        if len(self._unwritten) == 1:
-            loop.call_later(TURN_COMMIT_INTERVAL_S, self.write_turns)
 
     def write_turns(self) -> None:
-        """Commit the turns that are not committed yet."""
-        if self._unwritten:
-            with self.transaction():
-                pass
+        """Write the turns that are not written yet, in one commit; those of rollouts that have ended are not needed."""
+        if not self._unwritten:
+            return
+        waiting = list(self._unwritten.items())
+        for at in range(max(len(turns) for _, (_, turns) in waiting)):  # each names the place of the one before it
+            late = [(key, turns[at]) for _, (key, turns) in waiting if at < len(turns)]
+            places = self._segments.append_turns([(turn, self._turns.get(key)) for key, turn in late])
+            self._turns.update(zip((key for key, _ in late), places))
+        with self.transaction():
+            self._db.executemany(_UPDATE_TURN, [(*self._turns[key], row) for row, (key, _) in waiting])
+        self._unwritten.clear()
+        if self._segments.end >= self._segment_bytes:
+            self._rotate()
 
     def _pop_start(self, group_id: int, member: int) -> _Start:
         """The start of a member that has ended; a new row if its start was not recorded."""

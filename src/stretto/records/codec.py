@@ -39,6 +39,8 @@ _ARRAY = 1  # msgpack extension code; its data is the array's index
 _DTYPES = {np.dtype(c).newbyteorder("<").str: np.dtype(c).newbyteorder("<") for c in "?bBhHiIqQefd"}
 
 
+_PLAIN = {dtype: name for name, dtype in _DTYPES.items()}
+"""The text of each dtype; asking numpy for it takes as long as encoding a small array."""
 _ZEROS = bytes(_ALIGN)
 
 
@@ -72,7 +74,7 @@ def encode(obj: Any) -> list[BytesLike]:
         if isinstance(value, np.ndarray):
             if (reference := known.get(id(value))) is None:
                 index = len(arrays)
-                arrays.append(_portable(value))
+                arrays.append(value if value.dtype in _PLAIN and value.flags.c_contiguous else _portable(value))
                 reference = _FIRST[index] if index < len(_FIRST) else _reference(index)
                 known[id(value)] = reference
             return reference
@@ -84,7 +86,7 @@ def encode(obj: Any) -> list[BytesLike]:
     kinds: list[tuple[str, tuple[int, ...]]] = []
     small, large = [], []
     for array in arrays:
-        kinds.append((array.dtype.str, array.shape))
+        kinds.append((_PLAIN.get(array.dtype) or array.dtype.str, array.shape))
         if (size := array.nbytes) > _SMALL:
             large.append(array.reshape(-1).view(np.uint8).data)
             continue

@@ -378,3 +378,56 @@ async def test_an_error_that_a_server_answers_has_its_text_and_no_open_socket(an
 def num_sockets() -> int:
     found = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     return sum(os.readlink(path).startswith("socket:") for path in found if path.is_symlink())
+
+
+async def test_all_waits_of_a_deadline_end_at_it_and_none_after_it():
+    deadlines = aio.Deadlines()
+    ended: list[str] = []
+
+    async def wait(name: str, seconds: float, timeout_s: float) -> None:
+        limit = aio.Limit(deadlines.after(timeout_s))
+        try:
+            with limit:
+                await asyncio.sleep(seconds)
+            ended.append(name)
+        except TimeoutError:
+            assert limit.is_over
+            ended.append(f"{name} late")
+
+    await asyncio.gather(wait("a", 30, 0.05), wait("b", 30, 0.05), wait("c", 0.0, 0.05), wait("d", 0.2, 10))
+    assert sorted(ended) == ["a late", "b late", "c", "d"]
+    assert asyncio.current_task().cancelling() == 0
+
+
+async def test_a_deadline_that_is_over_ends_a_wait_at_once_and_one_that_was_left_ends_none():
+    loop = asyncio.get_running_loop()
+    over = aio.Deadline(loop.time())
+    await asyncio.sleep(0.01)
+    with pytest.raises(TimeoutError), aio.Limit(over):
+        await asyncio.sleep(30)
+    with aio.Limit(aio.Deadline(loop.time() + 0.01)) as limit:
+        limit.move_to(None)
+        await asyncio.sleep(0.05)
+    assert not limit.is_over
+
+
+async def test_who_cancels_a_task_that_waits_for_a_deadline_is_not_overheard():
+    async def wait() -> None:
+        with aio.Limit(deadline):
+            await asyncio.sleep(30)
+
+    deadline = aio.Deadline(asyncio.get_running_loop().time() + 0.02)
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_at(deadline.when, task.cancel)  # at the same moment
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_waits_of_about_one_time_share_a_deadline():
+    deadlines, loop = aio.Deadlines(), asyncio.get_running_loop()
+    first, second, short = deadlines.after(600.0), deadlines.after(600.0), deadlines.after(0.01)
+    assert first is second is not short
+    assert first.when - loop.time() + 0.1 >= 600 and first.when - loop.time() <= 600 * (1 + aio.LATE_SHARE)
+    await asyncio.sleep(0.02)
+    assert deadlines.after(0.01) is not short and len(deadlines._known) == 2  # what is over is forgotten

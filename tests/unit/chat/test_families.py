@@ -22,6 +22,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.conversations import CALL
+from stretto.chat.family_backend import from_library
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import Tokenizer
 from stretto.config.sections.model import RendererSection
@@ -79,6 +80,8 @@ def lookup(key: str, times: int = 1) -> str:
     return f"{key}!" * times
 
 
+NEVER_PLAIN = ("deepseek-v4", "glm-5.3")
+"""Families of whose replies the library always looks at all tokens."""
 SHOW_NO_TOOLS = ("deepseek-r1", "deepseek-v3")
 """Families whose template has no place for descriptions of tools."""
 
@@ -319,3 +322,62 @@ def test_gpt_oss_trains_each_thought_and_every_token_between_thought_and_call():
     assert texts[-1].endswith(f"{WORD}<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>")
     prompt = renderer.render_prompt([QUESTION], tools)
     assert rendered.examples[0].token_ids[: len(prompt)].tolist() == prompt.tolist()
+
+
+REPLIES = [
+    "yes", " a b ", "\n\nso.\n", "x = 1\n\ny", "é ü 世界", "a < b", "<think>", "hm</think>so",
+    '{"name": "f", "arguments": {}}',
+    "[1] {2}", "", " ", "1", "ok.\t", "<tool_call>", "◁think▷", "｜x｜",
+]  # fmt: skip
+ANSWERS = [
+    [{"role": "user", "content": "more"}],
+    [{"role": "user", "content": " \n more\n"}],
+    [{"role": "user", "content": ""}],
+    [{"role": "system", "content": "be brief"}, {"role": "user", "content": "<b> {x}"}],
+    [{"role": "tool", "content": "42", "tool_call_id": "1"}],
+    [{"role": "user", "content": "a", "name": "b"}],
+]
+
+
+def outcome(work):
+    """The result of a call, or the type of its error."""
+    try:
+        return work()
+    except Exception as error:
+        return type(error)
+
+
+def is_equally_bridged(renderer, prompt, reply, answer) -> bool:
+    """Whether an answer is put behind a reply without a look at all tokens; it must be what the library does."""
+    backend = renderer._backend
+    message = outcome(lambda: renderer.parse(reply, prompt))
+    between = outcome(lambda: backend.between(prompt, reply, [message], answer, None))
+    if not isinstance(between, tuple):
+        return False
+    theirs = backend._backend.bridge_to_next_turn(prompt.tolist(), reply, answer, tools=None)
+    assert theirs.token_ids == [*prompt, *reply, *between], (reply, answer)
+    return True
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_turns_are_what_the_library_makes_of_them(family):
+    renderer = renderer_of(family)
+    backend = renderer._backend
+    num_plain = 0
+    prompts = [
+        renderer.render_prompt([{"role": "user", "content": "a"}]),
+        renderer.render_prompt([{"role": "system", "content": "b"}, {"role": "user", "content": "word " * 20}]),
+        renderer.encode("a text that goes on"),
+    ]
+    for prompt in (*prompts, np.concatenate((prompts[0], renderer.encode("so "))), None):
+        for text in REPLIES:
+            for end in ([], *([each] for each in backend.stop_ids), [backend.stop_ids[0]] * 2):
+                reply, before = [*renderer.encode(text).tolist(), *end], None if prompt is None else prompt.tolist()
+                plain = backend._plain.parse(reply, prompt)
+                num_plain += plain is not None
+                if plain is not None:
+                    theirs = backend._backend.parse_response(reply, tools=None, prompt_ids=before)
+                    assert plain == from_library(theirs), (text, end)
+                for answer in ANSWERS if prompt is not None else ():
+                    num_plain += is_equally_bridged(renderer, prompt, reply, answer)
+    assert num_plain or family in NEVER_PLAIN

@@ -128,18 +128,45 @@ async def test_what_one_engine_rejects_limits_the_router_until_the_next_reading(
     assert own.limit == float("inf")
 
 
-async def test_engines_that_do_not_tell_their_queues_get_all_requests(monkeypatch):
+async def limits_after(monkeypatch, answers: list) -> list[float]:
+    """The router's limit before each of these readings, and at the end."""
     monkeypatch.setattr(gate, "INTERVAL_S", 0.0)
-    dispatch, answers = routed(), deque([EngineError("down"), {"a": {"vllm:other": 1.0}}])
+    dispatch, left, limits, is_read = routed(), deque(answers), [], asyncio.Event()
 
     async def readings():
-        answer = answers.popleft()
+        limits.append(dispatch._gates["http://r"].limit)
+        if not left:
+            is_read.set()
+            await asyncio.Event().wait()
+        answer = left.popleft()
         if isinstance(answer, EngineError):
             raise answer
         return answer
 
-    await dispatch.keep_busy(readings)
-    assert dispatch._gates["http://r"].limit == float("inf") and not answers
+    keeping = asyncio.create_task(dispatch.keep_busy(readings))
+    await asyncio.wait_for(is_read.wait(), 10)
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    return limits
+
+
+async def test_engines_that_do_not_tell_their_queues_get_all_requests(monkeypatch):
+    limits = await limits_after(monkeypatch, [EngineError("down"), {"a": {"vllm:other": 1.0}}])
+    assert limits == [2 * gate.FIRST, 2 * gate.FIRST, float("inf")]
+
+
+async def test_queues_are_followed_again_after_an_engine_has_not_told_its_own(monkeypatch, caplog):
+    busy = {"a": {gate.RUNNING: 24.0, gate.WAITING: 40.0}, "b": {gate.RUNNING: 24.0, gate.WAITING: 40.0}}
+    starting = busy | {"c": {"vllm:other": 1.0}}
+    limits = await limits_after(monkeypatch, [busy, starting, busy])  # one that starts changes nothing
+    assert limits == [2 * gate.FIRST, 48, 48, 48] and not caplog.records
+    limits = await limits_after(monkeypatch, [busy, *[starting] * gate.MAX_SILENT, busy])
+    assert limits[:-2] == [2 * gate.FIRST, *[48] * gate.MAX_SILENT]
+    assert limits[-2:] == [float("inf"), 48]
+    assert [record.getMessage() for record in caplog.records] == [
+        "engines do not tell their queues (c): until they do, requests go to the router as they come"
+    ]
 
 
 async def test_a_request_that_was_rejected_comes_before_those_that_came_later():

@@ -15,11 +15,11 @@ from engine_runs import audit
 from http_site import KEY, MESSAGES, build_directory, open_site
 from ports import free_port
 
+from stretto.base.aio import Deadlines, Limit
 from stretto.base.errors import EngineError
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
-from stretto.transports.engine.dispatch import _paused
 from stretto.transports.engine.gate import RequestGate
 from stretto.transports.engine.http import Connections, Lost
 from stretto.vime.engine import give_key, post, requests_to_engines
@@ -270,14 +270,15 @@ async def test_an_engine_that_is_full_for_ever_is_given_up():
     ), ended
 
 
-async def test_waiting_at_a_full_engine_takes_no_time_of_a_request():
-    async with asyncio.timeout(0.05) as deadline:
-        async with _paused(deadline):
-            await asyncio.sleep(0.2)
-        assert deadline.when() is not None
+async def test_waiting_at_a_full_engine_takes_no_time_of_a_request(site):
+    dispatch = EngineClient([site.url], api_key="secret")._dispatch
+    with pytest.raises(TimeoutError), Limit(Deadlines().after(0.05)) as limit:
+        await dispatch._without_limit(limit, asyncio.sleep(0.2))
+        assert not limit.is_over and limit.deadline is not None
         with pytest.raises(asyncio.CancelledError):
             await asyncio.sleep(0.2)
-        assert deadline.expired()
+        assert limit.is_over
+        raise asyncio.CancelledError
 
 
 async def test_log_probabilities_that_are_not_finite_are_an_error(site):

@@ -45,7 +45,7 @@ class OpenBranch:
         """Does the prompt begin with this branch, tokens and images, at the same temperature?"""
         length = len(self.token_ids)
         is_same = temperature == self.temperature and images[: len(self.images)] == self.images
-        return is_same and np.array_equal(prompt_ids[:length], self.token_ids)
+        return is_same and prompt_ids[:length].tobytes() == self.token_ids.tobytes()  # both int32
 
     def add_turn(
         self,

@@ -35,9 +35,6 @@ ABORT_TIMEOUT_S = 10.0
 ABORT_RETRY_S = 0.5
 """Interval after which open requests are aborted again."""
 
-Generate = Callable[[GenerateRequest], Awaitable[list[Completion]]]
-"""Sends a request to an engine."""
-
 
 class Interruption:
     """Tracks the open requests of a run's rollouts, saves their turns, and interrupts them."""
@@ -48,17 +45,17 @@ class Interruption:
         self._open_requests: dict[str, None] = {}
         self._all_answered = asyncio.Event()
 
-    async def generate(self, generate: Generate, request: GenerateRequest) -> list[Completion]:
-        """Send a request; once the rollouts are interrupted, wait to be cancelled instead."""
+    async def begin_request(self, request_id: str) -> None:
+        """A request is sent now; `end_request` must follow. Once rollouts are interrupted, wait to be cancelled."""
         if self.has_begun:
             await self.wait_for_cancellation()
-        self._open_requests[request.request_id] = None
-        try:
-            return await generate(request)
-        finally:
-            self._open_requests.pop(request.request_id, None)
-            if not self._open_requests:
-                self._all_answered.set()
+        self._open_requests[request_id] = None
+
+    def end_request(self, request_id: str) -> None:
+        """A request was answered, or has failed."""
+        self._open_requests.pop(request_id, None)
+        if not self._open_requests:
+            self._all_answered.set()
 
     async def save_turns(self, group_id: int, turns: Mapping[int, Turn]) -> None:
         """Write the turns of members to the ledger; if one was interrupted, wait to be cancelled."""

@@ -153,11 +153,15 @@ class PlaySettings:
 
         Raises: EngineError, DataError.
         """
-        with boundary(EngineError, f"generate {request.request_id}"):
-            if self.interruption is None:
+        request_id, interruption = request.request_id, self.interruption
+        if interruption is not None:
+            await interruption.begin_request(request_id)
+        try:
+            with boundary(EngineError, f"generate {request_id}"):
                 completions = await self.engine.generate(request)
-            else:
-                completions = await self.interruption.generate(self.engine.generate, request)
+        finally:
+            if interruption is not None:
+                interruption.end_request(request_id)
         check_completions(completions, request.n)
         if is_learned and request.sampling.top_k is not None:  # `limit_support` sets it if anything cuts the support
             check_supports(completions)

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from stretto.base.aio import Deadline
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, StrettoError, boundary
 from stretto.base.foreign import call_async
 from stretto.data.values import with_whole_text
@@ -168,11 +169,7 @@ class Player(PlaySettings):
                 async with asyncio.timeout(self.timeout_s):
                     await self._play_single_turn(env, members)
             else:
-                deadline = None if self.timeout_s is None else asyncio.get_running_loop().time() + self.timeout_s
-                # Turns end at the deadline; the rest of the time is the environment's, to score what is there.
-                async with asyncio.timeout(None if self.timeout_s is None else self.timeout_s * (1 + SCORING_SHARE)):
-                    plays = (self._play_member(env, members, member, deadline) for member in members.missing)
-                    await asyncio.gather(*plays)
+                await self._play_members(env, members)
         except TimeoutError as error:
             if self.failures is not None:
                 self.failures.append(error)
@@ -331,7 +328,21 @@ class Player(PlaySettings):
 
     # -- any number of turns: each member is played by itself --
 
-    async def _play_member(self, env: Environment, members: MemberResults, member: int, deadline: float | None) -> None:
+    async def _play_members(self, env: Environment, members: MemberResults) -> None:
+        """Play all members side by side. Raises: TimeoutError."""
+        timeout_s = self.timeout_s
+        deadline = None if timeout_s is None else Deadline(asyncio.get_running_loop().time() + timeout_s)
+        try:
+            # Turns end at the deadline; the rest of the time is the environment's, to score what is there.
+            async with asyncio.timeout(None if timeout_s is None else timeout_s * (1 + SCORING_SHARE)):
+                await asyncio.gather(*(self._play_member(env, members, each, deadline) for each in members.missing))
+        finally:
+            if deadline is not None:
+                deadline.close()
+
+    async def _play_member(
+        self, env: Environment, members: MemberResults, member: int, deadline: Deadline | None
+    ) -> None:
         draw = members.draw
         partial = draw.partials.get(member)
         attempt = partial.turns[0].attempt if partial else 0

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from stretto.base.aio import Deadline, Limit
 from stretto.base.errors import EnvError
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.data.messages import checked_messages
@@ -51,22 +53,33 @@ class Budget:
     """
 
     limits: EpisodeLimits
-    started_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    now: Callable[[], float] = field(default_factory=lambda: asyncio.get_running_loop().time)  # seconds
+    started_at: float = field(init=False)
     num_turns: int = 0  # completed
     num_tokens: int = 0
     engine_s: float = 0.0  # waited for replies
-    deadline: float | None = None  # the event loop's time at which turns end, from the second one on
+    deadline: Deadline | None = None  # of the group: turns end at it, from the second one on
     limit: Reason | None = None  # which limit has ended the episode, if one has
     owners: list[str] = field(default_factory=list)  # agent of each reply, in the order of the requests
     turns: list[Turn] = field(default_factory=list)  # whole ones, of all agents: with them the episode is played again
     _num_open_turns: int = 0
     _num_reserved_tokens: int = 0  # of open turns
-    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
-    _turn_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.started_at = self.now()
+
+    @cached_property
+    def _queue(self) -> asyncio.Lock:
+        """First come, first served."""
+        return asyncio.Lock()
+
+    @cached_property
+    def _turn_ended(self) -> asyncio.Event:
+        return asyncio.Event()
 
     @property
     def age_s(self) -> float:
-        return asyncio.get_running_loop().time() - self.started_at
+        return self.now() - self.started_at
 
     @property
     def is_in_turn(self) -> bool:
@@ -113,7 +126,8 @@ class Budget:
         if num_tokens is not None:
             self.num_turns += 1
             self.num_tokens += num_tokens
-        self._turn_ended.set()
+        if self.limits.max_tokens is not None:  # else nobody waits for it
+            self._turn_ended.set()
 
     async def _grant(self, num_requested: int, max_tokens: int) -> int:
         while True:
@@ -285,7 +299,7 @@ class Recorder(RolloutContext):
         self._is_busy = True
         turn = self.budget.number_turn(self.name)
         try:
-            completion = await self._before_deadline(request, temperature, branch)
+            completion = await self._within_limits(request, temperature, branch)
         except BaseException:
             self.budget.take_back(turn)
             raise
@@ -394,45 +408,34 @@ class Recorder(RolloutContext):
         turn = (self._attempt, self._member, self._num_turns, *stream)
         return seed_of(self._play.seed, self._draw.name, self._draw.group_id, *turn)
 
-    async def _before_deadline(
-        self, request: GenerateRequest, temperature: float, branch: OpenBranch | None
-    ) -> Completion:
-        """The reply to a request, if it is there by the episode's deadline; the first reply has none.
-
-        Raises: EngineError; LimitReached as `_within_limits`, and at the deadline.
-        """
-        deadline = self.budget.deadline if self.num_turns else None
-        if deadline is None:
-            return await self._within_limits(request, temperature, branch)
-        try:
-            async with asyncio.timeout_at(deadline) as timeout:
-                return await self._within_limits(request, temperature, branch)
-        except TimeoutError:
-            if not timeout.expired():
-                raise
-            raise self.budget.reach(Reason.DEADLINE, "the episode has had its time (rollout_timeout_s)") from None
-
     async def _within_limits(
         self, request: GenerateRequest, temperature: float, branch: OpenBranch | None
     ) -> Completion:
-        """The reply to a request, with at most the tokens that the episode has left.
+        """The reply to a request, with at most the tokens that the episode has left; the first one has no deadline.
 
         branch: the tokens that the request's prompt extends.
 
-        Raises: EngineError; LimitReached if the episode has no turn or token left.
+        Raises: EngineError; LimitReached if the episode has no turn or token left, and at its deadline.
         """
         sampling, num_tokens = request.sampling, None
         assert sampling.max_tokens is not None, "build_request always sets max_tokens"
-        granted = await self.budget.begin_turn(sampling.max_tokens)
-        if granted < sampling.max_tokens:
-            sampling = msgspec.structs.replace(sampling, max_tokens=granted)
-            request = msgspec.structs.replace(request, sampling=sampling)
+        limit = Limit(self.budget.deadline if self.num_turns else None)
         try:
-            completion = await self._replay_or_request(request, temperature, branch)
-            num_tokens = len(completion.token_ids)
-            return completion
-        finally:
-            self.budget.end_turn(granted, num_tokens)
+            with limit:
+                granted = await self.budget.begin_turn(sampling.max_tokens)
+                if granted < sampling.max_tokens:
+                    sampling = msgspec.structs.replace(sampling, max_tokens=granted)
+                    request = msgspec.structs.replace(request, sampling=sampling)
+                try:
+                    completion = await self._replay_or_request(request, temperature, branch)
+                    num_tokens = len(completion.token_ids)
+                    return completion
+                finally:
+                    self.budget.end_turn(granted, num_tokens)
+        except TimeoutError:
+            if not limit.is_over:
+                raise
+            raise self.budget.reach(Reason.DEADLINE, "the episode has had its time (rollout_timeout_s)") from None
 
     async def _replay_or_request(
         self, request: GenerateRequest, temperature: float, branch: OpenBranch | None
@@ -453,9 +456,9 @@ class Recorder(RolloutContext):
                 self.budget.turns.append(begun)
             return begun.completion
         rest = request if begun is None else continuation_request(request, begun)
-        requested_at = self.budget.age_s
+        requested_at = self.budget.now()
         [completion] = await play.request_completions(rest, draw.version, is_learned=self._is_learned)
-        self.budget.engine_s += self.budget.age_s - requested_at
+        self.budget.engine_s += self.budget.now() - requested_at
         if begun is not None:
             completion = merge_completions(begun.completion, completion, request)
         turn = build_turn(
@@ -519,7 +522,7 @@ def deep_copy(value: Any) -> Any:
     Called for every message of every turn; `copy.deepcopy` takes three times as long.
     """
     if isinstance(value, dict):
-        return {key: deep_copy(each) for key, each in value.items()}
+        return {key: each if isinstance(each, str) else deep_copy(each) for key, each in value.items()}
     if isinstance(value, list):
         return [deep_copy(each) for each in value]
     if isinstance(value, tuple):

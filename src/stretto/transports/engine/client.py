@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 _MAX_ABORTS = 10  # of one request before it is an error
 _POLL_S = 0.05
 _ROUTER_TIMEOUT_S = 120.0
-
-
 NUM_DECODED = 16
 """Tokens that an engine samples after a canary, to compare decoding with reading."""
 
@@ -97,16 +95,18 @@ class EngineClient:
         self.paused_s = 0.0  # for how long the slowest engine computed nothing in the latest update
         self._handover = Handover(self.fleet, self._routed, self._admin, liveness_timeout_s)
 
-    async def generate(self, request: GenerateRequest) -> list[Completion]:
+    def generate(self, request: GenerateRequest) -> Coroutine[Any, Any, list[Completion]]:
         """The request's n samples; cancelling this call aborts the request on the engine.
 
         Raises: EngineError.
         """
-        if self._splits_samples and request.n > 1:
-            async with task_group() as group:
-                tasks = [group.create_task(self._generate_samples(request.sample(i))) for i in range(request.n)]
-            return [task.result()[0] for task in tasks]
-        return await self._generate_samples(request)
+        generate = self._generate_each if self._splits_samples and request.n > 1 else self._generate_samples
+        return generate(request)
+
+    async def _generate_each(self, request: GenerateRequest) -> list[Completion]:
+        async with task_group() as group:
+            tasks = [group.create_task(self._generate_samples(request.sample(i))) for i in range(request.n)]
+        return [task.result()[0] for task in tasks]
 
     async def _generate_samples(self, request: GenerateRequest) -> list[Completion]:
         """The samples of one HTTP request; what an engine had begun when it was drained is continued on another."""

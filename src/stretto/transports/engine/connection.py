@@ -17,6 +17,7 @@ import socket
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -88,11 +89,15 @@ def target_of(url: str, headers: Mapping[str, str]) -> Target | None:
 def are_plain(headers: Mapping[str, str], given: Collection[str] = ()) -> bool:
     """Whether this module sends such headers: none that it makes or that is given already, no control characters."""
     for name, value in headers.items():
-        if (lower := name.lower()) in _OWN_HEADERS or lower in given:
-            return False
-        if _NOT_SENT.search(name) or _NOT_SENT.search(value):
+        if _is_own(name) or (given and name.lower() in given) or _NOT_SENT.search(value):
             return False
     return True
+
+
+@lru_cache(maxsize=256)
+def _is_own(name: str) -> bool:
+    """Whether a header's name is one that this module gives itself, or cannot send."""
+    return name.lower() in _OWN_HEADERS or _NOT_SENT.search(name) is not None
 
 
 class Pool:
@@ -119,7 +124,7 @@ class Pool:
             except OSError as error:
                 raise NotConnected(error) from error
         try:
-            answer = await connection.post(head, body)
+            answer = await connection.send(head, body)
         except BaseException:
             self._discard(connection)
             raise
@@ -224,22 +229,18 @@ class _Connection(asyncio.Protocol):
         self.is_reusable = True
         self.idle_since = 0.0
 
-    async def post(self, head: bytes, body: bytes) -> Answer:
-        """Send a request and wait for its answer."""
-        assert self._transport is not None and self._answer is None
+    def send(self, head: bytes, body: bytes) -> asyncio.Future[Answer]:
+        """Send a request; its answer will be there."""
+        assert self._transport is not None and (self._answer is None or self._answer.done())
         if not self.is_reusable:
             raise Closed("the server closed the connection at once")
-        answer: asyncio.Future[Answer] = self._loop.create_future()
-        self._answer = answer
+        self._answer = self._loop.create_future()
         if len(body) < _SMALL:
             self._transport.write(head + body)
         else:
             self._transport.write(head)
             self._transport.write(body)
-        try:
-            return await answer
-        finally:
-            self._answer = None
+        return self._answer
 
     def close(self) -> None:
         """Close the connection at once; what it has not sent yet is not sent."""
@@ -253,7 +254,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None:  # nobody has asked
+        if self._answer is None or self._answer.done():  # nobody has asked
             return self.close()
         try:
             self._parser.feed_data(data)

@@ -12,13 +12,12 @@ requests go to the engine with the fewest running requests. Failures:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
+from stretto.base.aio import Deadlines, Limit
 from stretto.base.errors import EngineError
 from stretto.transports.engine import api, http
 from stretto.transports.engine.fleet import Fleet
@@ -31,14 +30,6 @@ FULL_S = 0.2
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _UNAVAILABLE_S = 0.5
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A request's place at a gate: its name, and whether an engine has rejected it."""
-
-    name: str
-    is_again: bool
 
 
 class Dispatch:
@@ -61,6 +52,7 @@ class Dispatch:
         self.num_running: dict[str, int] = defaultdict(int)
         """Requests by address, including those that wait at the gate."""
         self._gates: dict[str, RequestGate] = defaultdict(RequestGate)
+        self._deadlines = Deadlines()
 
     @property
     def num_held(self) -> int:
@@ -88,67 +80,72 @@ class Dispatch:
             for gate in gates:
                 gate.set_limit(float("inf"))
 
-    def _follow(self, queues: Sequence[Queue]) -> None:
+    def _follow(self, queues: Sequence[Queue] | None) -> None:
+        """Set the gates of routers after a reading; None: the queues are not known, so everything is sent."""
         gates = [self._gates[url] for url in self._urls]
-        limit = sum(gate.limit for gate in gates)
+        limit, num_sent = sum(gate.limit for gate in gates), sum(gate.num_running for gate in gates)
+        limit = float("inf") if queues is None else limit_of(limit, num_sent, queues)
         for gate in gates:
-            gate.set_limit(limit_of(limit, sum(each.num_running for each in gates), queues) / len(gates))
+            gate.set_limit(limit / len(gates))
 
     async def send(self, what: str, body: bytes, headers: dict[str, str], session_id: str | None) -> tuple[str, bytes]:
         """Send a request and return the engine (or router) and its answer; what: its name in messages.
 
         Raises: EngineError; gate.Ended if it was ended before it was sent.
         """
+        attempt, was_full = 0, False
+        limit = Limit(self._deadlines.after(self._timeout_s))
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                return await self._until_answered(what, body, headers, session_id, deadline)
+            with limit:
+                while True:
+                    url = self.choose(session_id, attempt)
+                    try:
+                        return url, await self._attempt(url, body, headers, what, limit, is_again=was_full)
+                    except http.Full as error:
+                        was_full = True
+                        self._check_rejects(url, what, error)
+                    except http.Unavailable as error:
+                        logger.info("%s: %s; waiting", what, error)
+                        await asyncio.sleep(_UNAVAILABLE_S)
+                        await self._fleet.wait_for_any()
+                    except http.Transient as error:
+                        await self._wait_after(error, url, what, attempt)
+                        attempt += 1
         except TimeoutError:
+            if not limit.is_over:
+                raise
             raise EngineError(f"{what}: no answer from {', '.join(self._urls)} in {self._timeout_s:g} s") from None
 
-    async def _until_answered(
-        self, what: str, body: bytes, headers: dict[str, str], session_id: str | None, deadline: asyncio.Timeout
-    ) -> tuple[str, bytes]:
-        attempt, was_full = 0, False
-        while True:
-            url = self.choose(session_id, attempt)
-            try:
-                place = _Place(what, is_again=was_full)
-                return url, await self._attempt_at_gate(url, body, headers, place, deadline)
-            except http.Full as error:
-                was_full = True
-                if (waited_s := self._gates[url].rejects_for_s) > self._recovery_timeout_s:
-                    reason = f"it has none of our requests and has accepted none for {waited_s:.0f} s"
-                    raise EngineError(f"{what}: {error}; {reason} (client.recovery_timeout_s)") from error
-                logger.debug("%s: %s; waiting", what, error)
-                continue
-            except http.Unavailable as error:
-                logger.info("%s: %s; waiting", what, error)
-                await asyncio.sleep(_UNAVAILABLE_S)
-                await self._fleet.wait_for_any()
-                continue
-            except http.Transient as error:
-                if attempt >= self._max_retries:
-                    raise EngineError(f"{what}: {error} (after {attempt + 1} attempts)") from error
-                logger.warning("%s: %s; trying again", what, error)
-                if isinstance(error, http.Lost):
-                    self._fleet.suspect(url)
-            await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
-            attempt += 1
-            await self._fleet.wait_for_any()
+    def _check_rejects(self, url: str, what: str, error: http.Full) -> None:
+        """Raises: EngineError if an engine rejects everything for too long."""
+        if (waited_s := self._gates[url].rejects_for_s) > self._recovery_timeout_s:
+            reason = f"it has none of our requests and has accepted none for {waited_s:.0f} s"
+            raise EngineError(f"{what}: {error}; {reason} (client.recovery_timeout_s)") from error
+        logger.debug("%s: %s; waiting", what, error)
 
-    async def _attempt_at_gate(
-        self, url: str, body: bytes, headers: dict[str, str], place: _Place, deadline: asyncio.Timeout
+    async def _wait_after(self, error: http.Transient, url: str, what: str, attempt: int) -> None:
+        """Wait before another attempt. Raises: EngineError after the last one."""
+        if attempt >= self._max_retries:
+            raise EngineError(f"{what}: {error} (after {attempt + 1} attempts)") from error
+        logger.warning("%s: %s; trying again", what, error)
+        if isinstance(error, http.Lost):
+            self._fleet.suspect(url)
+        await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
+        await self._fleet.wait_for_any()
+
+    async def _attempt(
+        self, url: str, body: bytes, headers: dict[str, str], what: str, limit: Limit, *, is_again: bool
     ) -> bytes:
-        """One attempt as soon as the engine has room; until then the deadline does not run."""
+        """One attempt as soon as the engine has room; until then the limit's time does not run.
+
+        is_again: an engine has rejected it.
+        """
         gate = self._gates[url]
         self.num_running[url] += 1
         was_full = was_served = False
         try:
-            if gate.is_open:
-                await gate.enter()  # at once, so the deadline need not be moved twice
-            else:
-                async with _paused(deadline):
-                    await gate.enter(place.name, is_again=place.is_again)
+            if not gate.enter_now():
+                await self._without_limit(limit, gate.enter(what, is_again=is_again))
             try:
                 if url in self._fleet.drained:
                     raise http.Unavailable(f"{url} gets no more requests")
@@ -161,11 +158,18 @@ class Dispatch:
             finally:
                 gate.leave(was_full=was_full, was_served=was_served)
         except http.Full:
-            async with _paused(deadline):
-                await asyncio.sleep(FULL_S)
+            await self._without_limit(limit, asyncio.sleep(FULL_S))
             raise
         finally:
             self.num_running[url] -= 1
+
+    async def _without_limit(self, limit: Limit, wait: Awaitable[None]) -> None:
+        """Wait; the limit's deadline moves by the time of that."""
+        assert limit.deadline is not None, "nothing else takes it away"
+        left_s = limit.deadline.when - asyncio.get_running_loop().time()
+        limit.move_to(None)
+        await wait
+        limit.move_to(self._deadlines.after(max(left_s, 0.0)))
 
     def choose(self, session_id: str | None, attempt: int) -> str:
         """The router, or an engine that is up: the session's, or the one with the fewest requests."""
@@ -175,13 +179,3 @@ class Dispatch:
         if session_id is None:
             return min(ready, key=self.num_running.__getitem__)
         return ready[(zlib.crc32(session_id.encode()) + attempt) % len(ready)]
-
-
-@contextlib.asynccontextmanager
-async def _paused(deadline: asyncio.Timeout) -> AsyncIterator[None]:
-    """Pause a deadline: it moves by the time spent inside."""
-    when, started = deadline.when(), asyncio.get_running_loop().time()
-    deadline.reschedule(None)
-    yield
-    if when is not None:
-        deadline.reschedule(when + asyncio.get_running_loop().time() - started)

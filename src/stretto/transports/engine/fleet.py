@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from stretto.base.aio import task_group
+from stretto.base.aio import Call, task_group
 from stretto.base.errors import EngineError
 from stretto.transports.engine import http
 
@@ -38,31 +38,6 @@ class EngineState(StrEnum):
     READY = "ready"
     DOWN = "down"
     DRAINED = "drained"
-
-
-class Call:
-    """A request that a task makes to an engine, and that somebody else may end."""
-
-    __slots__ = ("_is_absorbed", "_is_ended", "_num_cancelled", "_task")
-
-    def __init__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "requests are made by tasks"
-        self._task, self._num_cancelled = task, task.cancelling()
-        self._is_ended = self._is_absorbed = False
-
-    def cancel(self) -> None:
-        """End the request: its task goes on with an error."""
-        if not self._is_ended:
-            self._is_ended = True
-            self._task.cancel()
-
-    def absorb(self) -> bool:
-        """Take the cancellation back; whether it came from `cancel` alone, and not also from who cancels the task."""
-        if not self._is_ended or self._is_absorbed:
-            return False
-        self._is_absorbed = True
-        return self._task.uncancel() <= self._num_cancelled
 
 
 @dataclass(eq=False)

@@ -31,6 +31,8 @@ MARGIN = 4
 LEAST_MARGIN = 2.0
 FIRST = 32
 """Requests per engine before the first reading."""
+MAX_SILENT = 10
+"""Readings in a row without the queues of an engine until all requests are sent."""
 
 
 class Ended(Exception):
@@ -60,13 +62,19 @@ class RequestGate:
         """Would `enter` return at once?"""
         return self.num_running + 1 <= self.limit and not self._waiting
 
+    def enter_now(self) -> bool:
+        """Send one more request if it need not wait; call `leave` after it."""
+        if not self.is_open:
+            return False
+        self.num_running += 1
+        return True
+
     async def enter(self, name: str = "", *, is_again: bool = False) -> None:
         """Wait until one more request may be sent; call `leave` after each.
 
         is_again: an engine has rejected it. Raises: Ended.
         """
-        if self.is_open:
-            self.num_running += 1
+        if self.enter_now():
             return
         turn = asyncio.get_running_loop().create_future()
         (self._waiting.appendleft if is_again else self._waiting.append)((name, turn))
@@ -146,13 +154,17 @@ def limit_of(limit: float, num_sent: int, queues: Sequence[Queue]) -> float:
 
 
 async def keep_busy(
-    readings: Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]], apply: Callable[[Sequence[Queue]], None],
+    readings: Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]],
+    apply: Callable[[Sequence[Queue] | None], None],
     num_engines: int,
-) -> None:  # fmt: skip
-    """Read the engines' queues and pass them on at intervals; runs for ever, or until an engine has no such metrics.
+) -> None:
+    """Read the engines' queues and pass them on at intervals; runs for ever.
 
-    readings: metrics of every engine that is up, by its address; raises EngineError if one does not answer.
+    readings: metrics of every engine that is up, by its address; raises EngineError if one does not answer. apply: gets
+    None once the first reading, or MAX_SILENT later ones in a row, lack an engine's queue; one that has just started
+    may not tell it yet.
     """
+    num_silent = MAX_SILENT - 1  # until they have told it once, a single reading without it is enough
     while True:
         await asyncio.sleep(INTERVAL_S * max(1.0, num_engines / 10))
         try:
@@ -161,7 +173,11 @@ async def keep_busy(
             logger.debug("no queues of engines: %s", error)
             continue
         num_engines = len(found)
-        if not all(RUNNING in own and WAITING in own for own in found.values()):
-            logger.info("an engine does not tell its queue: requests go to the router as they come")
-            return
-        apply([Queue(own[RUNNING], own[WAITING]) for own in found.values()])
+        silent = [url for url, own in found.items() if RUNNING not in own or WAITING not in own]
+        num_silent = num_silent + 1 if silent else 0
+        if num_silent == MAX_SILENT:
+            text = "engines do not tell their queues (%s): until they do, requests go to the router as they come"
+            logger.warning(text, ", ".join(silent))
+            apply(None)
+        if not silent:
+            apply([Queue(own[RUNNING], own[WAITING]) for own in found.values()])

@@ -76,10 +76,13 @@ class Connections:
         server's message when the request itself is wrong.
         """
         target = self._target(url) if body is not None and method == "POST" else None
-        if target is None or body is None or not are_plain(headers or {}, self._names):
+        if target is None or body is None or (headers and not are_plain(headers, self._names)):
             answer = await self._ask_session(method, url, body, headers)
         else:
-            answer = await self._post(target, url, body, headers or {})
+            try:
+                answer = await self._pool.post(target, headers or {}, body)
+            except (OSError, Unreadable) as error:
+                raise self._lost(url, error) from error
             if answer.status in _MOVED or "set-cookie" in answer.headers:
                 self._targets[url] = None  # from now on
                 if answer.status in _MOVED:
@@ -94,19 +97,16 @@ class Connections:
             self._targets[url] = target_of(url, self._headers)
         return self._targets[url]
 
-    async def _post(self, target: Target, url: str, body: bytes, headers: dict[str, str]) -> Answer:
-        """The answer to a POST request. Raises: Lost."""
-        try:
-            return await self._pool.post(target, headers, body)
-        except NotConnected as error:
+    def _lost(self, url: str, error: OSError | Unreadable) -> Lost:
+        """What the end of a connection before its answer means."""
+        if isinstance(error, Unreadable):
+            self._targets[url] = None  # from now on: aiohttp reads more
+            return Lost(f"{url}: the answer cannot be read: {error}")
+        if isinstance(error, NotConnected):
             number = error.errno or 0  # a name that is not known has another table of numbers
             why = os.strerror(number).lower() if number > 0 else reason_of(error.cause)
-            raise Lost(f"{url}: cannot connect: {why}") from error
-        except OSError as error:
-            raise Lost(f"{url}: {error}") from error
-        except Unreadable as error:
-            self._targets[url] = None  # from now on: aiohttp reads more
-            raise Lost(f"{url}: the answer cannot be read: {error}") from error
+            return Lost(f"{url}: cannot connect: {why}")
+        return Lost(f"{url}: {error}")
 
     async def _ask_session(self, method: str, url: str, body: bytes | None, headers: dict[str, str] | None) -> Answer:
         """The answer to any request. Raises: Lost; EngineError for a wrong address."""
