@@ -397,7 +397,7 @@ async def until_counted(client: EngineClient, name: str, value: float) -> None:
 async def test_requests_that_wait_while_weights_are_loaded_read_only_caches_of_these(engine, tmp_path):
     """A salt of the caller stays, and so does what is cached under it."""
     prompt, other = np.arange(3, 103, dtype=np.int32), np.arange(103, 3, -1, dtype=np.int32)
-    flags = ("--max-num-seqs", "1")
+    flags = ("--max-num-seqs", "1", "--kv-cache-tokens", "4096")
     with serve(engine, save(scratch(0), tmp_path / "model"), tmp_path / "log", *flags) as (url, _):
         async with EngineClient([url], timeout_s=120) as client:
             await client.wait_ready(240)
@@ -416,6 +416,7 @@ async def test_requests_that_wait_while_weights_are_loaded_read_only_caches_of_t
                 assert not any(task.done() for task in (running, *queued)), "nothing waited"
                 await running
                 [first], [own], [second] = await asyncio.gather(*queued)
+                print("CACHED", first.cached_tokens, own.cached_tokens, second.cached_tokens)
                 assert first.cached_tokens == 0 < min(own.cached_tokens, second.cached_tokens)
                 for completion in (first, second):
                     known = np.concatenate([prompt, completion.token_ids])
