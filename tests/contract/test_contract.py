@@ -416,7 +416,6 @@ async def test_requests_that_wait_while_weights_are_loaded_read_only_caches_of_t
                 assert not any(task.done() for task in (running, *queued)), "nothing waited"
                 await running
                 [first], [own], [second] = await asyncio.gather(*queued)
-                print("CACHED", first.cached_tokens, own.cached_tokens, second.cached_tokens)
                 assert first.cached_tokens == 0 < min(own.cached_tokens, second.cached_tokens)
                 for completion in (first, second):
                     known = np.concatenate([prompt, completion.token_ids])
