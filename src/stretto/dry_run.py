@@ -192,7 +192,7 @@ def sft(cfg: SFTConfig) -> str:
     devices = "the nodes below" if is_wide else devices
     lengths = {"steps": cfg.max_steps, "epochs": cfg.max_epochs}
     budget = _budget(cfg, lambda: used_by_metrics(cfg.run_dir.metrics("sft")))
-    length = [f"{count} {unit}" for unit, count in lengths.items() if count]
+    length = [f"{count} {unit[: -1 if count == 1 else None]}" for unit, count in lengths.items() if count]
     ranks = f"sft  {cfg.num_ranks} rank{'s' * (cfg.num_ranks != 1)} on {devices}"
     trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
     rows = [*_model(cfg.model, missing), *_renderer(renderer), *_weights(cfg)]

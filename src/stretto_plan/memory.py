@@ -132,7 +132,9 @@ def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2, is_criti
     if setup.model.fsdp_cpu_offload:
         notes.append("fsdp_cpu_offload: weights, gradients and optimizer are counted here, and lie in CPU memory")
     phases = [Phase(p.name, {k: v for k, v in p.parts.items() if v}) for p in phases]
-    return Memory("critic rank" if is_critic else "trainer rank", tuple(phases), setup.hardware.memory_bytes, tuple(notes))
+    return Memory(
+        "critic rank" if is_critic else "trainer rank", tuple(phases), setup.hardware.memory_bytes, tuple(notes)
+    )
 
 
 def _held(setup: Setup) -> Held:

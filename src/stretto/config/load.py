@@ -103,7 +103,9 @@ def _resumed_if_begun(root: Any, draft: Draft, *, is_typed: bool) -> Any:
     is_plain = root.resume.step is None and root.resume.dir is None
     if is_plain and rundir.has_ended_before_step_1(root.run_dir):
         why = "ended before its first step, so there is nothing to continue"
-        draft.notes["resume"] = f"--resume: {root.run_path} {why}: it begins anew, and its budget too; what it has played is not used"
+        draft.notes["resume"] = (
+            f"--resume: {root.run_path} {why}: it begins anew, and its budget too; what it has played is not used"
+        )
         return root.model_copy(update={"resume": None})
     if is_typed or root.resume != ResumeSection() or root.run_dir.complete_checkpoints():
         return root

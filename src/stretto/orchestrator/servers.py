@@ -1,8 +1,8 @@
 """Asks servers that a config names whether they answer: frozen models, teachers, engines that run already, `rm_url`.
 
 A dry run shows the answers. All servers are asked at the same time, each for the list of its models, with the key that
-the run would send; one that is slower than ANSWER_TIMEOUT_S counts as not there. A gateway may serve a model under a name
-that it does not list: if the config names one, the server is asked for a reply of one token.
+the run would send; one that is slower than ANSWER_TIMEOUT_S counts as not there. A gateway may serve a model under a
+name that it does not list: if the config names one, the server is asked for a reply of one token.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ are fuller so, and save nearly as much."""
 
 
 MOST_REPEATS = 64
-"""Tokens of a row's samples, shared ones counted for each, per token of its capacity: a loss has numbers for every token
-of every sample, however few are computed."""
+"""Tokens of a row's samples, shared ones counted for each, per token of its capacity: a loss has numbers for every
+token of every sample, however few are computed."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -192,9 +192,7 @@ class Learner:
         Raises: DataError when a batch does not fit the model, or trains no token.
         """
         local_sums = counts_of_step(micro_batches, self._loss.reduction)._asdict()
-        local_sums |= {
-            "max/signal": float(any(map(has_signal, micro_batches))),
-        }
+        local_sums |= {"max/signal": float(any(map(has_signal, micro_batches)))}
         if self._index_coeff is not None:
             local_sums["inputs"] = float(sum(map(count_inputs, micro_batches)))
         sums = self.mesh.reduce(local_sums | self.network.count_passes(micro_batches))

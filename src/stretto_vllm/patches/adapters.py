@@ -174,7 +174,7 @@ def enforce_limits(limits: AdapterLimits) -> None:
 
     @functools.wraps(load)
     async def loaded(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Also free the slots of unloaded adapters; caches.py keeps what a name's earlier adapters have cached apart."""
+        """Also free the slots of unloaded adapters; caches.py keeps apart what a name's earlier ones have cached."""
         await _remove_unused(self.engine_client, unloaded_ids)
         answer = await load(self, request, *args, **kwargs)
         if isinstance(answer, str):

@@ -130,7 +130,9 @@ def test_a_schedule_that_does_not_fit_into_the_epochs_of_sft_is_refused(tmp_path
         return SCREENS["sft"](SFTConfig.model_validate(run | changes))
 
     linear = {"type": "linear", "warmup_steps": 3, "decay_steps": 3}
-    with pytest.raises(ConfigError, match=r"\[scheduler\] .*3 \+ 3, but max_epochs = 2 of 40 examples .*are 5 steps; lower"):
+    with pytest.raises(
+        ConfigError, match=r"\[scheduler\] .*3 \+ 3, but max_epochs = 2 of 40 examples .*are 5 steps; lower"
+    ):
         screen(scheduler=linear)
     with pytest.raises(ConfigError, match=r"warmup_steps = 5, but max_epochs = 2 .*are 5 steps"):
         screen(scheduler={"type": "cosine", "warmup_steps": 5}, max_steps=100)

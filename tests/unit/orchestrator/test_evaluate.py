@@ -330,7 +330,7 @@ def test_a_chat_server_without_a_list_of_models_needs_a_name(listed):
         async with ChatClient(url, model="named") as client, ChatClient(url) as unnamed:
             await client.wait_ready(5.0)
             assert client.model == "named"
-            with pytest.raises(EngineError, match="client.served_model"):
+            with pytest.raises(EngineError, match=r"client\.served_model"):
                 await unnamed.wait_ready(5.0)
         await server.runner.cleanup()
 

@@ -79,7 +79,11 @@ def test_one_that_answers_is_shown_with_its_models() -> None:
 @pytest.mark.parametrize(
     ("answer", "settings", "message"),
     [
-        ({}, {"served_model_name": "small"}, "serves large, and not small (asked for it: HTTP 404); correct models.judge.served_model_name"),
+        (
+            {},
+            {"served_model_name": "small"},
+            "serves large, and not small (asked for it: HTTP 404); correct models.judge.served_model_name",
+        ),
         ({"status": 404}, {}, "answers HTTP 404"),
         ({"status": 500, "body": b"out of memory"}, {"served_model_name": "large"}, "HTTP 500 (out of memory)"),
         ({"body": b"<html>"}, {}, "answers with no list of models, but '<html>'"),
