@@ -29,9 +29,12 @@ def with_policy(salt: str | None, policy: str) -> str | None:
     return f"{policy}{mark}{load}" if not given or given.startswith(OWN) else salt
 
 
-def with_load(salt: str | None, number: int) -> str:
-    """A salt of a request for an adapter whose name has been loaded `number` times."""
-    return f"{(salt or '').partition(_LOAD)[0]}{_LOAD}{number}"
+def with_load(salt: str | None, number: int, *, has_waited: bool = False) -> str:
+    """A salt of a request for an adapter whose name has been loaded `number` times.
+
+    has_waited: the engine has counted, which may have loaded adapters before its server did.
+    """
+    return f"{(salt or '').partition(_LOAD)[0]}{_LOAD}{number}{' of the engine' * has_waited}"
 
 
 def follow_weights() -> None:
@@ -47,7 +50,7 @@ def follow_weights() -> None:
         loads[lora_request.lora_name] += 1
         for request in _waiting(self.scheduler):
             if request.lora_request is not None and request.lora_request.lora_name == lora_request.lora_name:
-                _salt(request, with_load(request.cache_salt, loads[lora_request.lora_name]))
+                _salt(request, with_load(request.cache_salt, loads[lora_request.lora_name], has_waited=True))
         return answer
 
     def stretto_salt(self: Any, policy: str) -> None:

@@ -147,7 +147,7 @@ def test_salts_follow_updates_unless_a_caller_gave_them():
     assert with_policy(with_load(first, 3), second) == with_load(second, 3)
     assert with_policy(with_load(None, 3), second) == with_load(second, 3)
     assert with_policy(with_load("own", 3), second) == with_load("own", 3)
-    assert with_load(with_load("own", 3), 4) == with_load("own", 4)
+    assert with_load(with_load("own", 3), 4) == with_load("own", 4) != with_load("own", 4, has_waited=True)
 
 
 async def test_what_was_loaded_in_part_stays_paused_and_cannot_be_resumed():
