@@ -22,7 +22,7 @@ from stretto.config.masks import masked
 from stretto.config.reading.draft import RUN_TABLES, Draft, Given, dotted_to_path
 from stretto.config.reading.lines import read_file
 from stretto.config.reading.toml import chosen_at_start, toml_text
-from stretto.config.reading.words import ArgumentProblem, FileArgument, parse_arguments
+from stretto.config.reading.words import ArgumentProblem, Assignment, FileArgument, parse_arguments
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, RunRoot, TrainerConfig
 from stretto.config.rules import all as rules
 from stretto.config.section import KeyPath, Section, dotted, leaves
@@ -76,7 +76,12 @@ def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, An
         else:
             flags.append(argument)
     draft.put([Given(path, value, dotted(path), "") for path, value in leaves(values or {})])
+    given: dict[KeyPath, Assignment] = {}
     for flag in sorted(flags, key=lambda flag: flag.path[-1:] != ("type",)):
+        before = given.setdefault(flag.path, flag)
+        if before.value != flag.value:
+            draft.notes[f"{flag.path} twice"] = f"{before.flag} is given again as {flag.flag}: the last one counts"
+            given[flag.path] = flag
         draft.assign(flag)
     root = draft.build_root()
     if not isinstance(root, cls):
