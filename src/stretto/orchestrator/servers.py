@@ -20,7 +20,7 @@ from http.client import HTTPException
 from stretto.base.ports import open_url
 from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.distill import TaughtAlgo, TeacherSection
-from stretto.config.sections.orchestrator import ClientSection
+from stretto.config.sections.orchestrator import ClientSection, EnvSection
 from stretto.orchestrator.build import places_of, urls_of
 
 ANSWER_TIMEOUT_S = 4.0
@@ -74,9 +74,10 @@ def servers_of(cfg: OrchestratorConfig | EvalConfig, *, has_engine: bool, starte
     if isinstance(cfg, OrchestratorConfig):
         for key, teacher in _teachers(cfg):
             found += [] if key == "orchestrator.teacher" and "teacher" in started else _engines(key, teacher)
-    evals = cfg.eval.env if cfg.eval is not None else []
-    trained = [] if isinstance(cfg, EvalConfig) else cfg.env
-    for path, envs in ((f"{root}env", trained), (f"{root}eval.env", evals)):
+    played: dict[str, Sequence[EnvSection]] = {} if isinstance(cfg, EvalConfig) else {f"{root}env": cfg.env}
+    if cfg.eval is not None:
+        played[f"{root}eval.env"] = cfg.eval.env
+    for path, envs in played.items():
         for index, env in enumerate(envs):
             address = (env.args.get("hook_args") or {}).get("rm_url")
             if isinstance(address, str):
