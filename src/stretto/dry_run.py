@@ -62,6 +62,8 @@ COMPARED_ROWS = 4
 """Rows of `sft` in which the same long texts are looked for."""
 LOOKED_AT_ROWS = 100
 """Rows of `sft` in which a reply is looked for."""
+COUNTED_ROWS = 5000
+"""Most rows of `sft` that are rendered to know how many steps its epochs are."""
 LONG_ROW = 200  # tokens of a row in which they are worth it
 
 Rows = list[tuple[str, str]]
@@ -183,12 +185,14 @@ def sft(cfg: SFTConfig) -> str:
     checked = check_sft_records(cfg)
     check_reward_model(cfg)
     example, missing, renderer = _first_example(cfg)
+    if not missing:
+        _check_epochs(cfg)
     gpus, is_wide = find_gpus(cfg), cfg.deployment.type == "multi_node"
     devices = f"GPU {','.join(gpus)}" if gpus else f"CPU, {_threads(cfg.num_threads)}"
     devices = "the nodes below" if is_wide else devices
     lengths = {"steps": cfg.max_steps, "epochs": cfg.max_epochs}
     budget = _budget(cfg, lambda: used_by_metrics(cfg.run_dir.metrics("sft")))
-    length = [f"{count} {unit}" for unit, count in lengths.items() if count]
+    length = [f"{count} {unit[: -1 if count == 1 else None]}" for unit, count in lengths.items() if count]
     ranks = f"sft  {cfg.num_ranks} rank{'s' * (cfg.num_ranks != 1)} on {devices}"
     trains = f"trains {' or '.join(length)} of batches of {cfg.batch_size} rows"
     rows = [*_model(cfg.model, missing), *_renderer(renderer), *_weights(cfg)]
@@ -437,6 +441,25 @@ def _sft_renderer(cfg: SFTConfig) -> Renderer:
     if cfg.model.scratch is not None and cfg.tokenizer.name is None:
         return build_scratch_renderer(cfg.model.scratch, cfg.renderer)
     return build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
+
+
+def _check_epochs(cfg: SFTConfig) -> None:
+    """Check that the schedule fits into the run's epochs, unless its rows are too many to be rendered now.
+
+    Raises: ConfigError if it does not.
+    """
+    from stretto.config.sections.sft import PreferenceData
+    from stretto.trainer.batch.sft_data import check_schedule, find_last_step, load_examples, read_rows
+
+    if cfg.max_epochs is None or cfg.scheduler.type == "constant" or isinstance(cfg.data, PreferenceData):
+        return  # pairs are counted when the run starts
+    steps = [getattr(cfg.scheduler, key, 0) for key in ("warmup_steps", "decay_steps")]
+    enough = sum(each for each in steps if isinstance(each, int)) * cfg.batch_size // cfg.max_epochs
+    most = min(enough, COUNTED_ROWS)
+    if sum(1 for _ in itertools.islice(read_rows(cfg.data, cfg.seed), most + 1)) > most:
+        return
+    count = len(load_examples(cfg.data, _sft_renderer(cfg), cfg.loss_mask, cfg.seq_len, cfg.seed))
+    check_schedule(cfg, count, find_last_step(cfg, count))
 
 
 def _first_pair(cfg: SFTConfig, data: PreferenceData) -> tuple[str, str, str]:

@@ -18,7 +18,7 @@ from stretto.families.shape import ModelConfig
 from stretto_bench.hardware import GIB
 from stretto_plan.activations import BlockActivations, block_activations
 from stretto_plan.network import NetworkSize
-from stretto_plan.setup import BYTES, EngineSetup, Setup
+from stretto_plan.setup import BYTES, EngineSetup, Setup, critic_setup
 
 MAX_SAVED_LOGITS = 1 << 21
 """As models/lm_head.py: up to this many logits are kept for the backward pass."""
@@ -61,7 +61,10 @@ class Memory:
 
 def all_memory(setup: Setup) -> list[Memory]:
     """The memory of each kind of process, with rows of the trainer as long as they may be."""
-    return [trainer_memory(setup, setup.row_tokens), *(engine_memory(setup, engine) for engine in setup.engines)]
+    trained = [trainer_memory(setup, setup.row_tokens)]
+    if setup.num_critic_ranks:
+        trained.append(trainer_memory(critic_setup(setup), setup.row_tokens, is_critic=True))
+    return [*trained, *(engine_memory(setup, engine) for engine in setup.engines)]
 
 
 # -- the trainer --
@@ -79,11 +82,12 @@ class Held:
     frozen: float
 
 
-def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2) -> Memory:
-    """The memory of one rank of the trainer.
+def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2, is_critic: bool = False) -> Memory:
+    """The memory of one rank of the trainer, or of a critic on ranks of its own.
 
     row_tokens: of the longest row, before cp cuts it. num_rows: rows of a rank in one step; with several, gradients of
-    the earlier ones are there from the start.
+    the earlier ones are there from the start. is_critic: the setup is `critic_setup`; it scores with one number, has no
+    reference and sends nothing to engines.
     """
     held = _held(setup)
     tokens = row_tokens / setup.degrees.cp
@@ -95,17 +99,17 @@ def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2) -> Memor
         base["float32 masters"] = held.masters
     if setup.has_critic:
         base["critic"] = held.weights + held.masters + held.optimizer + held.grads
-    if setup.has_reference:
+    if setup.has_reference and not is_critic:
         base["reference"] = held.weights + held.frozen
     is_offloaded = setup.model.optim_cpu_offload
     state = {} if is_offloaded else {"optimizer": held.optimizer}
     gathered = _gathered_bytes(setup, value)
-    staged = staging_bytes(setup)
+    staged = 0.0 if is_critic else staging_bytes(setup)
     between = {"staging of a broadcast": staged} if staged and not setup.is_cpu else {}
     steady = base | state | between
     carried = {"gradients": held.grads} if num_rows > 1 else {}
-    own_loss = _own_loss_bytes(setup, tokens)
-    head = _head_bytes(setup, tokens) + own_loss
+    own_loss = 0.0 if is_critic else _own_loss_bytes(setup, tokens)
+    head = 0.0 if is_critic else _head_bytes(setup, tokens) + own_loss
     reached = {"activations": kept, "gathered weights": gathered}
     forward = steady | carried | reached
     phases = [
@@ -128,7 +132,9 @@ def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2) -> Memor
     if setup.model.fsdp_cpu_offload:
         notes.append("fsdp_cpu_offload: weights, gradients and optimizer are counted here, and lie in CPU memory")
     phases = [Phase(p.name, {k: v for k, v in p.parts.items() if v}) for p in phases]
-    return Memory("trainer rank", tuple(phases), setup.hardware.memory_bytes, tuple(notes))
+    return Memory(
+        "critic rank" if is_critic else "trainer rank", tuple(phases), setup.hardware.memory_bytes, tuple(notes)
+    )
 
 
 def _held(setup: Setup) -> Held:

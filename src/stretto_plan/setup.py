@@ -97,7 +97,12 @@ class Setup:
     @property
     def has_critic(self) -> bool:
         """Whether a rank of the trainer has a critic beside the policy."""
-        return isinstance(self.cfg, RLConfig) and self.cfg.trainer.critic is not None
+        return isinstance(self.cfg, RLConfig) and self.cfg.trainer.critic is not None and not self.num_critic_ranks
+
+    @property
+    def num_critic_ranks(self) -> int:
+        """Processes of a critic on ranks of its own."""
+        return self.cfg.num_critic_ranks if isinstance(self.cfg, RLConfig) else 0
 
     @property
     def has_reference(self) -> bool:
@@ -116,8 +121,8 @@ class Setup:
         """GPUs of the run; 0 on CPUs."""
         if self.is_cpu:
             return 0
-        engines = sum(engine.num_devices for engine in self.engines)
-        return max(self.num_ranks, engines) if self.is_colocated else self.num_ranks + engines
+        engines, trained = sum(engine.num_devices for engine in self.engines), self.num_ranks + self.num_critic_ranks
+        return max(trained, engines) if self.is_colocated else trained + engines
 
 
 def build_setup(
@@ -189,13 +194,27 @@ def with_config(setup: Setup, cfg: RLConfig | SFTConfig) -> Setup:
     return replace(setup, cfg=cfg, degrees=degrees, engines=engines)
 
 
+def critic_setup(setup: Setup) -> Setup:
+    """A critic on ranks of its own, as the setup of a policy that is trained as it is.
+
+    Raises: ConfigError if a degree does not divide its ranks.
+    """
+    cfg = setup.rl
+    critic = cfg.trainer.critic
+    assert critic is not None, "the caller has looked"
+    model = cfg.model if critic.ac is None else cfg.model.model_copy(update={"ac": critic.ac})
+    trainer = cfg.trainer.model_copy(update={"critic": None, "optim": critic.optim or cfg.trainer.optim})
+    degrees = find_degrees(model, setup.num_critic_ranks, mesh_shape(setup.shape))
+    return replace(setup, cfg=cfg.model_copy(update={"model": model, "trainer": trainer}), degrees=degrees)
+
+
 def _shares_devices(cfg: RLConfig, engines: tuple[EngineSetup, ...]) -> bool:
     """Whether a node's GPUs are named for both, or too few for both."""
     named = (cfg.trainer_gpu_ids, cfg.inference_gpu_ids)
     if named[0] is not None and named[1] is not None:
         return bool(set(named[0]) & set(named[1]))
     visible = len(process.visible_gpus())
-    return 0 < visible < cfg.num_train_ranks + sum(engine.num_devices for engine in engines)
+    return 0 < visible < cfg.num_train_ranks + cfg.num_critic_ranks + sum(engine.num_devices for engine in engines)
 
 
 def _engines(cfg: RLConfig, size: NetworkSize, *, has_gpu: bool, notes: list[str]) -> tuple[EngineSetup, ...]:

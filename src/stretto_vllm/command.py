@@ -237,6 +237,7 @@ def _environment(section: InferenceSection, *, is_cpu: bool) -> dict[str, str]:
 
 
 def _patches(section: InferenceSection, *, is_cpu: bool) -> Iterator[str]:
+    yield "caches.follow_weights"
     if "Nixl" in str(section.vllm_extra.get("kv_transfer_config")):
         yield "leases.keep_leases_in_pauses"
     if section.lora is not None and "experts" not in section.lora.target_modules:

@@ -17,11 +17,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from stretto.base.errors import EngineError, WireError
 from stretto.inference.update_order import UpdateOrder, UpdateState
+from stretto_vllm.patches.caches import policy_salt, with_load
 
 logger = logging.getLogger("vllm.stretto")
 """Beside vLLM's own lines: its server writes no others."""
@@ -55,15 +57,23 @@ class Updates:
 
         vLLM keeps what it has cached of others, because requests run on with it.
         """
+        self._loads: Counter[str] = Counter()
+        """How often an adapter of a name was loaded."""
         core = client.engine_core
-        add = core.add_request_async
+        add, add_adapter = core.add_request_async, core.add_lora_async
 
         async def add_salted(request: Any) -> None:
             if request.cache_salt is None:
                 request.cache_salt = self.salt
+            if request.lora_request is not None:
+                request.cache_salt = with_load(request.cache_salt, self._loads[request.lora_request.lora_name])
             await add(request)
 
-        core.add_request_async = add_salted  # those of all routes
+        async def add_counted(adapter: Any) -> Any:
+            self._loads[adapter.lora_name] += 1  # what is sent from here on, the engine gets after this
+            return await add_adapter(adapter)
+
+        core.add_request_async, core.add_lora_async = add_salted, add_counted  # those of all routes
 
     async def start(self, order: UpdateOrder) -> None:
         """START_UPDATE: an earlier update gives its version up, or loads it to the end; its caller may have left it."""
@@ -82,15 +92,14 @@ class Updates:
 
     async def load_paused(self, info: dict[str, Any]) -> None:
         """Load a version between START_UPDATE and FINISH_UPDATE."""
-        self._note(info["manifest"])
+        await self._note(info["manifest"])
         await self._call("update_weights", info)
 
-    def _note(self, manifest: Mapping[str, Any]) -> None:
-        """A version is being loaded: salt requests anew, and say once what it does not change.
+    async def _note(self, manifest: Mapping[str, Any]) -> None:
+        """A version is being loaded: salt requests anew that are not begun, and say once what it does not change.
 
         The engine is paused, and runs again with this version or a later one only.
         """
-        probe = " of a probe" if manifest.get("is_probe") else ""
         drafts = self._client.vllm_config.speculative_config
         if self.salt is None and drafts is not None and drafts.use_eagle():
             logger.info(
@@ -98,7 +107,8 @@ class Updates:
                 "Where they share the model's embedding and output head, these follow",
                 drafts.method,
             )
-        self.salt = f"weights{probe}, version {manifest['version']}, {manifest['checksum']:#010x}"
+        self.salt = policy_salt(manifest)
+        await self._client.engine_core.call_utility_all_async("stretto_salt", self.salt)
 
     async def load(self, info: dict[str, Any], order: UpdateOrder) -> None:
         """Load a version; it goes on if the caller leaves. info: an UpdateInfo as JSON.
@@ -120,7 +130,7 @@ class Updates:
             async with self._paused(order):
                 await self._check_arrival(number)
                 order.state = UpdateState.STARTED
-                self._note(info["manifest"])
+                await self._note(info["manifest"])
                 try:
                     await self._call("stretto_load", info)
                     await self._client.update_weight_version(str(version))

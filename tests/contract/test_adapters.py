@@ -153,10 +153,17 @@ async def test_an_adapter_is_replaced_in_place_and_no_cache_of_the_old_one_is_us
     assert (await served.check("one", adapted(1)))[0].cached_tokens > 0
     status, text = await served.load("one", adapted(3))
     assert status == 400 and "load_inplace" in text
-    for seed, path in ((3, "same"), (4, "other")):
-        assert (await served.load("one", adapted(seed), path=path, load_inplace=True))[0] == 200
-        [completion] = await served.check("one", adapted(seed))
-        assert completion.cached_tokens == 0
+    for seed, path in ((3, "same"), (4, "other"), (5, "other")):
+        for salt in (None, "own"):
+            await served.client.generate(ask("one", salt=salt))
+        running = asyncio.create_task(served.client.generate(ask("one", tokens=300)))
+        if seed == 5:  # not in place
+            assert (await served.unload("one"))[0] == 200
+        assert (await served.load("one", adapted(seed), path=path, load_inplace=seed != 5))[0] == 200
+        for salt in (None, "own"):
+            [completion] = await served.check("one", adapted(seed), salt=salt)
+            assert completion.cached_tokens == 0
+        await running
 
 
 async def test_models_lists_adapters_under_their_parent(served):

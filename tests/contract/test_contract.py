@@ -19,7 +19,7 @@ import pytest
 import torch
 from hostile import fire, greedy, shots
 from ports import free_port
-from servers import logprobs_of, scores_of, scratch
+from servers import logprobs_of, needs_vllm, save, scores_of, scratch, serve
 
 from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
@@ -385,6 +385,43 @@ async def test_requests_without_a_salt_read_no_cache_of_older_weights(client, we
         hits = "vllm:prefix_cache_hits_total"
         assert (await client.metrics())[hits] > before[hits]  # what has been cached since then is used
         await running
+
+
+async def until_counted(client: EngineClient, name: str, value: float) -> None:
+    async with asyncio.timeout(60):
+        while (await client.metrics()).get(name) != value:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])])
+async def test_requests_that_wait_while_weights_are_loaded_read_only_caches_of_these(engine, tmp_path):
+    """A salt of the caller stays, and so does what is cached under it."""
+    prompt, other = np.arange(3, 103, dtype=np.int32), np.arange(103, 3, -1, dtype=np.int32)
+    flags = ("--max-num-seqs", "1", "--kv-cache-tokens", "4096")
+    with serve(engine, save(scratch(0), tmp_path / "model"), tmp_path / "log", *flags) as (url, _):
+        async with EngineClient([url], timeout_s=120) as client:
+            await client.wait_ready(240)
+            publisher = FilesystemPublisher(tmp_path / "broadcasts", keep_versions=2)
+            for version, seed in ((1, 1), (2, 2)):
+                await client.generate(ask(f"before-{version}", prompt))
+                [own] = await client.generate(ask(f"own-{version}", prompt, salt="own"))
+                running = asyncio.create_task(client.generate(ask(f"runs-{version}", other, max_tokens=350)))
+                await until_counted(client, "vllm:num_requests_running", 1)
+                queued = [
+                    asyncio.create_task(client.generate(ask(f"{name}-waits-{version}", prompt, salt=salt)))
+                    for name, salt in (("first", None), ("own", "own"), ("second", None))
+                ]
+                await until_counted(client, "vllm:num_requests_waiting", 3)
+                await client.update_weights(publisher.publish(version, export_tensors(scratch(seed))))
+                assert not any(task.done() for task in (running, *queued)), "nothing waited"
+                await running
+                [first], [own], [second] = await asyncio.gather(*queued)
+                assert first.cached_tokens == 0 < min(own.cached_tokens, second.cached_tokens)
+                for completion in (first, second):
+                    known = np.concatenate([prompt, completion.token_ids])
+                    expected = logprobs_of(scratch(seed), known)[len(prompt) - 1 :]
+                    np.testing.assert_allclose(completion.logprobs, expected, **CLOSE)
+            publisher.close()
 
 
 PUBLISHERS = {

@@ -104,7 +104,7 @@ def reason_of(error: Exception, path: Path | None = None) -> str:
     if isinstance(error, PermissionError):
         return "this user has no permission"
     if isinstance(error, UnicodeDecodeError):
-        return "not UTF-8 text"
+        return "not UTF-8 text; save it as UTF-8"
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON (line {error.lineno}: {json_fault(error)})"
     if isinstance(error, OSError) and error.strerror:

@@ -390,6 +390,12 @@ def _make(run: RunDir) -> None:
 
 def _check_writable(path: Path) -> None:
     """Raises: ConfigError if this user cannot make or change the directory."""
+    for each in (path, *path.absolute().parents):
+        if each.is_symlink() and not os.path.exists(each):
+            raise ConfigError(
+                f"cannot use {path} as a run directory: {each} is a link to {os.readlink(each)}, which is not there; "
+                "make that directory, or give another output_dir."
+            )
     try:
         above = next(each for each in (path, *path.absolute().parents) if each.exists())
     except OSError as cause:

@@ -18,8 +18,8 @@ from stretto.config.sections.trainer import MegatronSection, TrainerKeys
 
 MADE = Path("opt/megatron/bin/python")
 """Where `make megatron` makes an environment, from that of this command."""
-LEAST = (0, 19)
-"""The oldest Megatron-Core."""
+RELEASE = (0, 19)
+"""The release of Megatron-Core whose optimizer, schedules and checkpoints are known; others may keep them otherwise."""
 PROBE_S = 180.0
 """Longest wait for a Python that imports torch, on a busy machine too."""
 _PROBE = """
@@ -108,12 +108,13 @@ def check_trainer_python(trainer: TrainerKeys, *, needs_gpu: bool = False) -> st
     if trainer.backend == "fsdp":
         return f"Python {version} with torch {found['torch']}, {python}"
     core = found["megatron-core"]
-    if core is None or tuple(int(part) for part in core.split(".")[:2]) < LEAST:
+    release = ".".join(map(str, RELEASE))
+    if core is None or core.split(".")[:2] != release.split("."):
         got = "no Megatron-Core" if core is None else f"megatron-core {core}"
-        least = ".".join(map(str, LEAST))
         raise ConfigError(
-            f"{where}: {python} (Python {version}) has {got}, and {least} or newer is needed, which is for Python 3.12 "
-            f"and newer; {HOW}, or give the Python that has it as {key}"
+            f"{where}: {python} (Python {version}) has {got}, and {release} is needed, which is for Python 3.12 and "
+            f"newer: what is read of its optimizer may change with every release; {HOW}, or give the Python that has "
+            f"it as {key}"
         )
     if found.get("device"):
         raise ConfigError(

@@ -22,7 +22,7 @@ from stretto.config.masks import masked
 from stretto.config.reading.draft import RUN_TABLES, Draft, Given, dotted_to_path
 from stretto.config.reading.lines import read_file
 from stretto.config.reading.toml import chosen_at_start, toml_text
-from stretto.config.reading.words import ArgumentProblem, FileArgument, parse_arguments
+from stretto.config.reading.words import ArgumentProblem, Assignment, FileArgument, parse_arguments
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, RunRoot, TrainerConfig
 from stretto.config.rules import all as rules
 from stretto.config.section import KeyPath, Section, dotted, leaves
@@ -76,7 +76,12 @@ def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, An
         else:
             flags.append(argument)
     draft.put([Given(path, value, dotted(path), "") for path, value in leaves(values or {})])
+    given: dict[KeyPath, Assignment] = {}
     for flag in sorted(flags, key=lambda flag: flag.path[-1:] != ("type",)):
+        before = given.setdefault(flag.path, flag)
+        if before.value != flag.value:
+            draft.notes[f"{flag.path} twice"] = f"{before.flag} is given again as {flag.flag}: the last one counts"
+            given[flag.path] = flag
         draft.assign(flag)
     root = draft.build_root()
     if not isinstance(root, cls):
@@ -103,7 +108,9 @@ def _resumed_if_begun(root: Any, draft: Draft, *, is_typed: bool) -> Any:
     is_plain = root.resume.step is None and root.resume.dir is None
     if is_plain and rundir.has_ended_before_step_1(root.run_dir):
         why = "ended before its first step, so there is nothing to continue"
-        draft.notes["resume"] = f"--resume: {root.run_path} {why}: it begins anew, and its budget too"
+        draft.notes["resume"] = (
+            f"--resume: {root.run_path} {why}: it begins anew, and its budget too; what it has played is not used"
+        )
         return root.model_copy(update={"resume": None})
     if is_typed or root.resume != ResumeSection() or root.run_dir.complete_checkpoints():
         return root

@@ -30,7 +30,10 @@ def read_model_file(directory: Path) -> dict[str, Any]:
             f"{path}: cannot be read: {reason_of(cause)}; copy the model's config.json here again"
         ) from cause
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: a {type(found).__name__} where a table of keys and values belongs")
+        raise ConfigError(
+            f"{path}: a {type(found).__name__} where a table of keys and values belongs; copy the "
+            "model's config.json here again"
+        )
     if not isinstance(found.get("model_type"), str | None):
         raise ConfigError(f"{path}: model_type = {found['model_type']!r:.60} must be a text: the name of a family")
     for name in ("text_config", "vision_config", "quantization_config"):

@@ -180,11 +180,22 @@ def _how_to_convert(path: Path) -> str:
     return f' To make one of it: python -c "{code}" {old} > {new}'
 
 
+PACKED = {
+    b"\x1f\x8b": "packed by gzip; unpack it: gunzip -c OLD > NEW.jsonl",
+    b"\x28\xb5\x2f\xfd": "packed by zstd; unpack it: unzstd -c OLD > NEW.jsonl",
+    b"PK\x03\x04": "a zip archive; unpack it: unzip OLD",
+    b"PAR1": "parquet; name it NEW.parquet",
+}
+"""What files are that begin so, whatever their names."""
+
+
 def from_json(text: bytes | str, where: str) -> Any:
     """Decode a JSON text; `where` is its place for error messages.
 
     Raises: DataError with the place and the mistake.
     """
+    if isinstance(text, bytes) and (kind := next((each for each in PACKED if text.startswith(each)), None)):
+        raise DataError(f"{where}: not text but {PACKED[kind]}")
     if isinstance(text, bytes) and b"\0" in text[:4]:
         raise DataError(f"{where}: not UTF-8 text but UTF-16; convert it: iconv -f utf-16 -t utf-8 OLD > NEW")
     try:

@@ -22,7 +22,8 @@ def signature_of(factory: Any, env_id: str) -> inspect.Signature:
     """
     if not callable(factory):
         raise ConfigError(
-            f"environment {env_id!r} is a {type(factory).__name__}; name a class, or a function that makes one."
+            f"environment {env_id!r} is an object of type {type(factory).__name__}; name a class, or a function that "
+            "makes one."
         )
     try:
         return inspect.signature(factory)

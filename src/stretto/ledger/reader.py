@@ -104,6 +104,17 @@ class LedgerReader:
         """Events of one kind, in order."""
         return self.rows("SELECT * FROM events WHERE kind = ? ORDER BY id", kind)
 
+    def events_up_to(self, kind: str, step: int) -> list[dict[str, Any]]:
+        """Those whose data have a `step` up to this one that no later start of the run has undone."""
+        query = "SELECT incarnation, coalesce(resumed_step, 0) FROM incarnations"
+        starts = [tuple(row) for row in self._all(query)]
+
+        def is_kept(event: dict[str, Any]) -> bool:
+            later = (resumed for incarnation, resumed in starts if incarnation > event["incarnation"])
+            return bool(event["data"]["step"] <= min((step, *later)))
+
+        return list(filter(is_kept, self.events(kind)))
+
     def _all(self, query: str, *values: Any) -> list[sqlite3.Row]:
         with schema.guarded(self._run_dir.ledger):
             return self._db.execute(query, values).fetchall()

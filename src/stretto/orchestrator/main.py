@@ -335,7 +335,7 @@ def build_versions(cfg: OrchestratorConfig, engines: EngineClient, ledger: Ledge
         ledger,
         start=start,
         timeout_s=cfg.weight_broadcast.timeout_s,
-        interval=steered_setting(cfg)[1],
+        interval=steered_setting(cfg, start)[1],
         end=cfg.max_steps,
         is_evaluated=lambda version: cfg.eval is not None and cfg.eval.is_due(version, end=cfg.max_steps),
         tolerance=cfg.weight_broadcast.canary_tolerance,
@@ -467,7 +467,7 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     is_user_played = cfg.hooks.rollout_function is not None  # it may put groups back, so no batch waits for one
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,
-        max_async_level=steered_setting(cfg)[0],
+        max_async_level=steered_setting(cfg, start)[0],
         max_off_policy_steps=cfg.max_off_policy_steps,
         max_running_groups=min(limits) // cfg.group_size if limits else None,
         max_oversampling=cfg.max_oversampling,
@@ -485,13 +485,13 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     )
 
 
-def steered_setting(cfg: OrchestratorConfig) -> tuple[int, int]:
-    """The level, and the steps between two versions that engines get, at which the run begins or goes on."""
+def steered_setting(cfg: OrchestratorConfig, start: int) -> tuple[int, int]:
+    """The level, and the steps between two versions that engines get, at which the run goes on after step `start`."""
     level, interval = cfg.max_async_level, cfg.weight_broadcast.interval
     if cfg.steering is None:
         return level, interval
     with LedgerReader(cfg.run_dir) as reader:
-        decided = [event["data"] for event in reader.events(STEERING)]
+        decided = [event["data"] for event in reader.events_up_to(STEERING, start)]
     if decided:
         level, interval = int(decided[-1]["level"]), int(decided[-1].get("update_interval", interval))
     return cfg.steering.within(level, interval, cfg.weight_broadcast.interval)

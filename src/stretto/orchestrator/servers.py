@@ -1,7 +1,8 @@
 """Asks servers that a config names whether they answer: frozen models, teachers, engines that run already, `rm_url`.
 
 A dry run shows the answers. All servers are asked at the same time, each for the list of its models, with the key that
-the run would send; one that is slower than ANSWER_TIMEOUT_S counts as not there.
+the run would send; one that is slower than ANSWER_TIMEOUT_S counts as not there. A gateway may serve a model under a
+name that it does not list: if the config names one, the server is asked for a reply of one token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from http.client import HTTPException
 from stretto.base.ports import open_url
 from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.distill import TaughtAlgo, TeacherSection
-from stretto.config.sections.orchestrator import ClientSection
+from stretto.config.sections.orchestrator import ClientSection, EnvSection
 from stretto.orchestrator.build import places_of, urls_of
 
 ANSWER_TIMEOUT_S = 4.0
@@ -73,12 +74,14 @@ def servers_of(cfg: OrchestratorConfig | EvalConfig, *, has_engine: bool, starte
     if isinstance(cfg, OrchestratorConfig):
         for key, teacher in _teachers(cfg):
             found += [] if key == "orchestrator.teacher" and "teacher" in started else _engines(key, teacher)
-    envs = cfg.eval.env if isinstance(cfg, EvalConfig) else cfg.env
-    for index, env in enumerate(envs):
-        address = (env.args.get("hook_args") or {}).get("rm_url")
-        if isinstance(address, str):
-            place_of = "eval.env" if isinstance(cfg, EvalConfig) else "orchestrator.env"
-            found.append(Server(f"{place_of}.{index}.args.hook_args.rm_url", address, has_list=False))
+    played: dict[str, Sequence[EnvSection]] = {} if isinstance(cfg, EvalConfig) else {f"{root}env": cfg.env}
+    if cfg.eval is not None:
+        played[f"{root}eval.env"] = cfg.eval.env
+    for path, envs in played.items():
+        for index, env in enumerate(envs):
+            address = (env.args.get("hook_args") or {}).get("rm_url")
+            if isinstance(address, str):
+                found.append(Server(f"{path}.{index}.args.hook_args.rm_url", address, has_list=False))
     return list({server.url: server for server in reversed(found)}.values())[::-1]
 
 
@@ -139,7 +142,7 @@ def _no_answer(server: Server, why: str) -> str:
 
 
 def _answer_of(server: Server, timeout_s: float) -> str:
-    where = f"{server.key}: {server.url}"
+    where, began = f"{server.key}: {server.url}", time.monotonic()
     try:
         with open_url(urllib.request.Request(server.url, headers=dict(server.headers)), timeout_s) as answer:
             body = answer.read()
@@ -160,11 +163,29 @@ def _answer_of(server: Server, timeout_s: float) -> str:
         return f"{NOT_READY}{where} answers with no list of models, but {shown!r}; correct the address"
     listed = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
     if server.model is not None and server.model not in names:
-        rule = f"and not {server.model}; correct {server.model_key}"
+        why = _why_not_served(server, max(timeout_s - (time.monotonic() - began), 0.9))
+        if why is None:
+            return f"{where} lists {listed or 'no model'}, and also answers as {server.model}"
+        rule = f"and not {server.model} ({why}); correct {server.model_key}"
         return f"{NOT_READY}{where} serves {listed or 'no model'}, {rule}"
     if not names:
         return f"{NOT_READY}{where} answers and lists no model; name one as {server.model_key}"
     return f"{where} answers and serves {listed}"
+
+
+def _why_not_served(server: Server, timeout_s: float) -> str | None:
+    """Why the server does not answer as the model that the config names; None if it does."""
+    message = {"role": "user", "content": "."}
+    body = json.dumps({"model": server.model, "messages": [message], "max_tokens": 1}).encode()
+    url = f"{server.url.removesuffix('/models')}/chat/completions"
+    headers = {"Content-Type": "application/json"} | dict(server.headers)
+    try:
+        with open_url(urllib.request.Request(url, body, headers), timeout_s) as answer:
+            return None if "choices" in json.loads(answer.read()) else "it answers with no choices"
+    except urllib.error.HTTPError as error:
+        return f"asked for it: HTTP {error.code}"
+    except (OSError, HTTPException, ValueError, TypeError) as error:
+        return f"asked for it: {_why(error)}"
 
 
 def _why(error: Exception) -> str:

@@ -87,6 +87,11 @@ MIN_SHARE = 16
 are fuller so, and save nearly as much."""
 
 
+MOST_REPEATS = 64
+"""Tokens of a row's samples, shared ones counted for each, per token of its capacity: a loss has numbers for every
+token of every sample, however few are computed."""
+
+
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
     """Documents by what they begin with: a node is a run of tokens that all documents below it have in common.
@@ -282,11 +287,12 @@ def pack_by_prefix(
     """Pack samples so that those that begin alike stand in one row; the rows, and the tokens that each sample adds.
 
     tree: of these samples, as `PrefixTree.build` makes it. Its branches are cut into parts of at most `capacity`
-    tokens, shared ones counted once; a sample with more is a part by itself. `first_fit_decreasing` packs the parts;
-    images and max_patches are as there.
+    tokens, shared ones counted once, and MOST_REPEATS times as many, counted for each sample; a sample with more is a
+    part by itself. `first_fit_decreasing` packs the parts; images and max_patches are as there.
     """
     parts: list[list[int]] = []
     tokens: list[int] = []
+    whole: list[int] = []
     shown: list[dict[str, int]] = []
     own = np.zeros(len(lengths), np.int64)
     last = -1
@@ -294,20 +300,24 @@ def pack_by_prefix(
         node, patches = int(tree.lasts[sample]), dict(images[sample]) if images else {}
         size, shared = (int(tree.ends[node]), tree.shared_tokens(node, last)) if node >= 0 else (0, 0)
         is_new = not parts or shared * MIN_SHARE < size or tokens[-1] + size - shared > capacity
+        is_new = is_new or whole[-1] + int(lengths[sample]) > capacity * MOST_REPEATS
         if not is_new and max_patches is not None:
             is_new = sum((shown[-1] | patches).values()) > max_patches
         if is_new:
             parts.append([])
             tokens.append(0)
+            whole.append(0)
             shown.append({})
             shared = 0
         parts[-1].append(sample)
         tokens[-1] += size - shared
+        whole[-1] += int(lengths[sample])
         shown[-1] |= patches
         own[sample], last = min(size - shared, int(lengths[sample])), node
         if number % SAMPLES_PER_SLICE == 0:
             yield
-    rows = yield from first_fit_decreasing(np.array(tokens, np.int64), capacity, shown if images else (), max_patches)
+    sizes = np.maximum(np.array(tokens, np.int64), -(-np.array(whole, np.int64) // MOST_REPEATS))
+    rows = yield from first_fit_decreasing(sizes, capacity, shown if images else (), max_patches)
     return [[sample for part in row for sample in parts[part]] for row in rows], own
 
 

@@ -39,7 +39,7 @@ from stretto.records.sample import MicroBatch
 from stretto.records.token_counts import TokenCounts, counts_of_step, has_signal, weigh_by_rollout
 from stretto.records.weight_manifest import AdapterInfo
 from stretto.trainer.batch.metrics import StepSums, ratio_sums, sums_by_env
-from stretto.trainer.batch.pass_inputs import PassInputs
+from stretto.trainer.batch.pass_inputs import PassInputs, count_inputs
 from stretto.trainer.critic import Critic
 from stretto.trainer.network import NetworkBuilder, PassCounts, Scores, TorchNetwork, Wanted
 from stretto.trainer.optim.schedule import learning_rate
@@ -192,18 +192,17 @@ class Learner:
         Raises: DataError when a batch does not fit the model, or trains no token.
         """
         local_sums = counts_of_step(micro_batches, self._loss.reduction)._asdict()
-        local_sums |= {
-            "tokens": float(sum(len(mb.token_ids) for mb in micro_batches)),
-            "max/signal": float(any(map(has_signal, micro_batches))),
-        }
+        local_sums |= {"max/signal": float(any(map(has_signal, micro_batches)))}
+        if self._index_coeff is not None:
+            local_sums["inputs"] = float(sum(map(count_inputs, micro_batches)))
         sums = self.mesh.reduce(local_sums | self.network.count_passes(micro_batches))
-        num_tokens, passes = sums.pop("tokens"), PassCounts.of(sums)
+        num_inputs, passes = sums.pop("inputs", 0.0), PassCounts.of(sums)
         self._has_signal = bool(sums.pop("max/signal")) or self._learns_without_advantages
         if self._loss.reduction == "rollout":
             micro_batches, _ = weigh_by_rollout(micro_batches)
         if self._index_coeff is not None:
             assert self._routers is not None, "a model with indexers has experts"
-            self._routers.index_loss_scale = self._index_coeff / num_tokens
+            self._routers.index_loss_scale = self._index_coeff / max(num_inputs, 1.0)
         counts = TokenCounts(**sums)
         if not any(counts):
             raise DataError(f"the batch of step {self.step + 1} trains no token: every loss mask and weight is 0")

@@ -51,7 +51,15 @@ from stretto.models.tracing.tracer import Tracer
 from stretto.monitors.base import Monitors, build_monitors
 from stretto.monitors.purse import Purse, Used
 from stretto.monitors.steps import Throughput
-from stretto.trainer.batch.sft_data import ExampleOrder, Examples, Rows, load_examples, pack
+from stretto.trainer.batch.sft_data import (
+    ExampleOrder,
+    Examples,
+    Rows,
+    check_schedule,
+    find_last_step,
+    load_examples,
+    pack,
+)
 from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
 from stretto.trainer.process import StopFlag, choose_kernels, stop_on_signal
 from stretto.trainer.publish.export import export_weights, prune_exports
@@ -161,6 +169,8 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
     order = ExampleOrder(len(examples), cfg.seed, is_shuffled=not isinstance(cfg.data, SourceData) or cfg.data.shuffle)
     step = 0 if start is None else _find_position(cfg, start, examples, order)
     max_steps = find_last_step(cfg, len(examples), step, order.num_drawn)
+    if start is None:
+        check_schedule(cfg, len(examples), max_steps)
     log_epochs(cfg, len(examples), max_steps, order.num_drawn + (max_steps - step) * cfg.batch_size)
     learner = _build_learner(cfg, policy, max_steps)
     upcoming = order.upcoming(_num_draws(cfg, order, max_steps - step))
@@ -254,20 +264,6 @@ def _find_position(cfg: SFTConfig, start: ResumePoint, examples: Rows, order: Ex
     if cfg.ckpt is None or not cfg.ckpt.skip_dataloader:
         order.num_drawn = find_data_position(start, cursor, examples, is_own=start[0] == cfg.run_dir)
     return start[1]
-
-
-def find_last_step(cfg: SFTConfig, num_examples: int, step: int = 0, num_drawn: int = 0) -> int:
-    """The last step: max_steps, or the step that ends max_epochs if that is earlier.
-
-    step, num_drawn: steps done and examples drawn so far. The last batch may be smaller than the others.
-    """
-    by_epochs = by_steps = math.inf
-    if cfg.max_epochs is not None:
-        num_left = max(0, cfg.max_epochs * num_examples - num_drawn)
-        by_epochs = step + math.ceil(num_left / cfg.batch_size)
-    if cfg.max_steps is not None:
-        by_steps = cfg.max_steps
-    return int(min(by_epochs, by_steps))
 
 
 def log_epochs(cfg: SFTConfig, num_examples: int, max_steps: int, num_draws: int) -> None:

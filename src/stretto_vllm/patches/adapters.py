@@ -174,14 +174,11 @@ def enforce_limits(limits: AdapterLimits) -> None:
 
     @functools.wraps(load)
     async def loaded(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Also reset the prefix cache after a replacement: vLLM identifies an adapter's blocks by name and path."""
-        before = self.lora_requests.get(request.lora_name)
+        """Also free the slots of unloaded adapters; caches.py keeps apart what a name's earlier ones have cached."""
         await _remove_unused(self.engine_client, unloaded_ids)
         answer = await load(self, request, *args, **kwargs)
         if isinstance(answer, str):
             self.lora_requests[request.lora_name].load_inplace = False  # else each step reads the files again
-        if before is not None and isinstance(answer, str):
-            await self.engine_client.reset_prefix_cache()
         return answer
 
     @functools.wraps(unload)

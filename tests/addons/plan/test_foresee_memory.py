@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,12 @@ from foresee_rows import rows_of
 from stretto.config.load import build
 from stretto.config.root import RLConfig
 from stretto.config.sections.model import ModelSection, ScratchSection
-from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler, CriticSection
 from stretto.models import hub
 from stretto.models.config import scratch_config
 from stretto.trainer.learner import Learner
-from stretto_plan.memory import engine_memory, state_bytes, trainer_memory
-from stretto_plan.setup import build_setup
+from stretto_plan.memory import Memory, all_memory, engine_memory, state_bytes, trainer_memory
+from stretto_plan.setup import Setup, build_setup
 
 DENSE = ScratchSection(
     hidden_size=128, intermediate_size=512, num_layers=4, num_heads=4, head_dim=32, max_position_embeddings=4096
@@ -116,6 +117,25 @@ def test_states_of_sequences_are_those_of_the_engine(family, num_seqs, tmp_path)
     assert core.states is not None and core.states.num_bytes > 0
     assert state_bytes(setup, engine) == core.states.num_bytes
     assert engine_memory(setup, engine).peak.parts["states of sequences"] == core.states.num_bytes
+
+
+def test_a_critic_with_ranks_of_its_own_takes_nothing_of_the_policys(tmp_path) -> None:
+    config = config_of(DENSE, tmp_path, {})
+
+    def planned(critic: dict[str, Any] | None) -> tuple[Setup, dict[str, Memory]]:
+        section = None if critic is None else CriticSection.model_validate(critic)
+        trainer = config.trainer.model_copy(update={"critic": section})
+        setup = build_setup(config.model_copy(update={"trainer": trainer}), gpu="H100")
+        return setup, {memory.who: memory for memory in all_memory(setup)}
+
+    without, alone = planned(None)
+    beside, shared = planned({})
+    own, apart = planned({"placement": {"num_workers": 1}, "optim": {"type": "sgd"}})
+    assert shared["trainer rank"].peak.total > alone["trainer rank"].peak.total and "critic rank" not in shared
+    assert apart["trainer rank"] == alone["trainer rank"]
+    policy, critic = (apart[who].phases[0].parts for who in ("trainer rank", "critic rank"))
+    assert critic["weights"] == policy["weights"] and critic["optimizer"] == policy["optimizer"] / 2  # one moment
+    assert own.num_devices == beside.num_devices + 1 == without.num_devices + 1
 
 
 def test_sharding_divides_what_a_rank_holds(tmp_path) -> None:

@@ -178,7 +178,7 @@ def test_every_patch_is_a_function_of_a_module_in_patches(model):
         }
     )
     patches = {patch for is_cpu in (True, False) for patch in patches_of(section, model, is_cpu=is_cpu)}
-    assert len(patches) == 13
+    assert len(patches) == 14
     for module, _, function in (patch.partition(".") for patch in patches):
         assert callable(getattr(import_module(f"stretto_vllm.patches.{module}"), function))
 
@@ -187,7 +187,7 @@ def test_stages_of_a_pipeline_on_cpus_get_their_patch(model):
     section = InferenceSection.model_validate({"model": str(model), "parallel": {"pp": 2}})
     assert words_of(section, model, is_cpu=True)["--pipeline-parallel-size"] == "2"
     assert "stages.allocate_stage_buffers" in patches_of(section, model, is_cpu=True)
-    assert patches_of(section, model, is_cpu=False) == []
+    assert patches_of(section, model, is_cpu=False) == ["caches.follow_weights"]
 
 
 def test_the_key_is_no_word_that_everybody_can_read(model):

@@ -18,6 +18,7 @@ from stretto.records.weight_manifest import TensorEntry, WeightManifest
 from stretto.transports.weights.layout import NamedTensor, ProbeReceiver, Receiver
 from stretto_vllm import arrival
 from stretto_vllm.arrival import Arrival, reason_to_stop
+from stretto_vllm.patches.caches import policy_salt, with_load, with_policy
 from stretto_vllm.updates import Updates, loads_between_steps
 
 
@@ -35,10 +36,14 @@ class Engine:
 
     def __init__(self, **answers: Any) -> None:
         self.answers, self.asked, self.version = answers, [], "default"
-        self.engine_core, self.added = self, []
+        self.engine_core, self.added, self.salts = self, [], []
         self.vllm_config = SimpleNamespace(speculative_config=None)
 
-    async def call_utility_all_async(self, _: str, method: str, timeout_s: None, args: Any, kwargs: None) -> list[Any]:
+    async def call_utility_all_async(self, utility: str, *words: Any) -> list[Any]:
+        if utility == "stretto_salt":
+            self.salts.append(words[0])
+            return [None, None]
+        method = words[0]
         self.asked.append(method.removeprefix("stretto_"))
         await asyncio.sleep(0)
         answer = self.answers.get(
@@ -58,6 +63,9 @@ class Engine:
 
     async def add_request_async(self, request: Any) -> None:
         self.added.append(request.cache_salt)
+
+    async def add_lora_async(self, adapter: Any) -> bool:
+        return True
 
     async def update_weight_version(self, version: str) -> None:
         self.version = version
@@ -100,7 +108,7 @@ async def test_requests_that_come_while_weights_are_loaded_have_the_salt_of_thes
     updates = Updates(engine)
 
     async def ask(own: str | None = None) -> None:
-        await engine.add_request_async(SimpleNamespace(cache_salt=own))
+        await engine.add_request_async(SimpleNamespace(cache_salt=own, lora_request=None))
 
     await ask()
     info = {"manifest": {"version": 2, "checksum": 6}}
@@ -119,6 +127,27 @@ async def test_requests_that_come_while_weights_are_loaded_have_the_salt_of_thes
     before, old, *new, own = engine.added
     assert before is None and "version 2" in old and own == "own"
     assert new == 2 * [updates.salt] and "version 3" in updates.salt
+    assert len(engine.salts) == 2 and engine.salts[-1] == updates.salt  # for those that wait in the engines
+
+
+async def test_requests_for_an_adapter_have_a_salt_of_each_load_of_its_name():
+    engine = Engine()
+    Updates(engine)
+    adapter = SimpleNamespace(lora_name="one")
+    for _ in range(2):
+        await engine.add_lora_async(adapter)
+        for own in (None, "own"):
+            await engine.add_request_async(SimpleNamespace(cache_salt=own, lora_request=adapter))
+    assert engine.added == [", load 1", "own, load 1", ", load 2", "own, load 2"]
+
+
+def test_salts_follow_updates_unless_a_caller_gave_them():
+    first, second = (policy_salt({"version": version, "checksum": 7}) for version in (1, 2))
+    assert [with_policy(salt, second) for salt in (None, first, "own")] == [second, second, "own"]
+    assert with_policy(with_load(first, 3), second) == with_load(second, 3)
+    assert with_policy(with_load(None, 3), second) == with_load(second, 3)
+    assert with_policy(with_load("own", 3), second) == with_load("own", 3)
+    assert with_load(with_load("own", 3), 4) == with_load("own", 4) != with_load("own", 4, has_waited=True)
 
 
 async def test_what_was_loaded_in_part_stays_paused_and_cannot_be_resumed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
@@ -51,12 +52,16 @@ async def test_logprobs_are_the_policys(engine, sampling):
 
 
 async def test_drafts_are_made_and_counted(engine):
-    async with EngineClient([engine], timeout_s=120) as client:
+    """Time decides whether the embedded engine drafts, so on a busy machine it may do without for a while."""
+    grown: dict[str, float] = {}
+    async with EngineClient([engine], timeout_s=120) as client, asyncio.timeout(240):
         before = await client.metrics()
-        for round_ in range(8):
+        for round_ in itertools.count():
             await client.generate(asked(f"count {round_}", n=1, temperature=0.0))
-        after = await client.metrics()
-    grown = {name: after[name] - before.get(name, 0.0) for name in after if "spec_decode" in name}
+            after = await client.metrics()
+            grown = {name: after[name] - before.get(name, 0.0) for name in after if "spec_decode" in name}
+            if round_ >= 7 and grown["vllm:spec_decode_num_accepted_tokens_total"] > 0:
+                break
     assert grown["vllm:spec_decode_num_drafts_total"] > 0
     drafted, accepted = (grown[f"vllm:spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
     assert 0 < accepted <= drafted

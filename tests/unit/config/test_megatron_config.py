@@ -265,8 +265,9 @@ HAS_ALL = {"python": [3, 12], "stretto": __version__, "torch": "2.13.0", "megatr
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (HAS_ALL | {"megatron-core": None, "python": [3, 11]}, "has no Megatron-Core, and 0.19 or newer is needed"),
-        (HAS_ALL | {"megatron-core": "0.16.1"}, "has megatron-core 0.16.1, and 0.19 or newer"),
+        (HAS_ALL | {"megatron-core": None, "python": [3, 11]}, "has no Megatron-Core, and 0.19 is needed"),
+        (HAS_ALL | {"megatron-core": "0.16.1"}, "has megatron-core 0.16.1, and 0.19 is needed"),
+        (HAS_ALL | {"megatron-core": "0.20.0"}, "has megatron-core 0.20.0, and 0.19 is needed"),
         (HAS_ALL | {"stretto": None}, f"has no stretto; install stretto {__version__} there"),
         (HAS_ALL | {"stretto": "0.0.1"}, "has stretto 0.0.1; install stretto"),
         (HAS_ALL | {"device": "no driver"}, "computes on GPUs, and there is none (no driver)"),

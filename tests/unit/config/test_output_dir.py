@@ -41,6 +41,29 @@ def test_a_flag_and_a_path_of_data_may_say_it_too(tmp_path: Path) -> None:
     assert load(SFTConfig, words).data.name == str(tmp_path / "rows.jsonl")
 
 
+def test_an_output_directory_that_is_a_link_to_nowhere_is_told_as_that(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("gone")
+    with pytest.raises(ConfigError, match=r"out is a link to gone, which is not there; make"):
+        rundir.check(RunDir(tmp_path / "out" / "run"), resume=False, step=None, clean=False)
+
+
+def test_a_flag_that_is_given_twice_is_noted(caplog: pytest.LogCaptureFixture) -> None:
+    words = [
+        "--orchestrator.env.0.id",
+        "sort-letters",
+        "--seed",
+        "1",
+        "--max-steps",
+        "3",
+        "--max_steps",
+        "4",
+        "--seed=1",
+    ]
+    assert load(RLConfig, words).max_steps == 4
+    assert "--max-steps 3 is given again as --max_steps 4: the last one counts" in caplog.text
+    assert "--seed" not in caplog.text
+
+
 def test_a_wrong_output_directory_is_one_problem(tmp_path: Path) -> None:
     (tmp_path / "rl.toml").write_text("output_dir = 3\n" + TOML)
     with pytest.raises(ConfigError, match=r"1 problem.*\n.*rl.toml:1: output_dir = 3"):

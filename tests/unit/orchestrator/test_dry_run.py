@@ -123,6 +123,27 @@ def test_long_texts_that_all_rows_have_are_shown_as_phrases_that_shorten_them(tm
     assert abs(length(shorter) - foretold) < 10 and foretold < length(shown) / 4 and "phrases" not in shorter
 
 
+def test_a_schedule_that_does_not_fit_into_the_epochs_of_sft_is_refused(tmp_path):
+    def screen(**changes):
+        rows = {"type": "environment", "id": "sort-letters", "num_rows": 40}
+        run = {"data": rows, "max_epochs": 2, "batch_size": 16, "model": {"scratch": {}}, "output_dir": tmp_path}
+        return SCREENS["sft"](SFTConfig.model_validate(run | changes))
+
+    linear = {"type": "linear", "warmup_steps": 3, "decay_steps": 3}
+    with pytest.raises(
+        ConfigError, match=r"\[scheduler\] .*3 \+ 3, but max_epochs = 2 of 40 examples .*are 5 steps; lower"
+    ):
+        screen(scheduler=linear)
+    with pytest.raises(ConfigError, match=r"warmup_steps = 5, but max_epochs = 2 .*are 5 steps"):
+        screen(scheduler={"type": "cosine", "warmup_steps": 5}, max_steps=100)
+    for fitting in (
+        linear | {"decay_steps": 2},
+        linear | {"warmup_steps": 0.5, "decay_steps": 0.5},
+        {"type": "constant", "warmup_steps": 9},
+    ):
+        assert "trains 2 epochs" in screen(scheduler=fitting)
+
+
 def test_a_row_that_the_model_cannot_take_is_named_with_its_line(tmp_path):
     (tmp_path / "shapes.png").write_bytes(draw_shapes(3, 1, 4, 32))
     parts = [{"type": "image", "image": str(tmp_path / "shapes.png")}, {"type": "text", "text": "?"}]

@@ -224,8 +224,9 @@ def test_the_cause_of_the_last_rollout_says_who_must_act(cause, kind):
 class TextServer:
     """A real HTTP server that has only /models and /chat/completions; the first answers are 503."""
 
-    def __init__(self, refusals=0):
-        self.refusals, self.bodies = refusals, []
+    def __init__(self, refusals=0, listed=b'{"data": [{"id": "some-model"}]}'):
+        """listed: the answer to /models; None: 404."""
+        self.refusals, self.listed, self.bodies = refusals, listed, []
 
     async def chat(self, request):
         if self.refusals:
@@ -239,7 +240,7 @@ class TextServer:
         return web.json_response({"choices": [choice], "usage": {"completion_tokens": 7}})
 
     async def models(self, request):
-        return web.json_response({"data": [{"id": "some-model"}]})
+        return web.Response(status=404) if self.listed is None else web.Response(body=self.listed)
 
     async def start(self):
         app = web.Application()
@@ -316,6 +317,21 @@ def test_a_server_that_refuses_is_quoted_and_an_environment_of_tokens_is_refused
 
             with pytest.raises(EngineError, match="its own token ids"):
                 await Evaluator([Raw()], EvalSection(num_examples=2, greedy=False), player).evaluate(0)
+        await server.runner.cleanup()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("listed", [None, b"<html>", b"[]", b'{"data": []}'])
+def test_a_chat_server_without_a_list_of_models_needs_a_name(listed):
+    async def scenario():
+        server = TextServer(listed=listed)
+        url = await server.start()
+        async with ChatClient(url, model="named") as client, ChatClient(url) as unnamed:
+            await client.wait_ready(5.0)
+            assert client.model == "named"
+            with pytest.raises(EngineError, match=r"client\.served_model"):
+                await unnamed.wait_ready(5.0)
         await server.runner.cleanup()
 
     asyncio.run(scenario())

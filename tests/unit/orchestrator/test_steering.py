@@ -15,6 +15,7 @@ from stretto.config.root import RLConfig
 from stretto.config.sections.orchestrator import SteeringSection
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
+from stretto.ledger.writer import Ledger
 from stretto.monitors.file import read_metrics
 from stretto.orchestrator.run.steering import Steering, ladder
 
@@ -76,7 +77,7 @@ def test_each_decision_is_a_row_and_the_level_of_the_steps_after_it(tmp_path):
 
 
 @pytest.mark.heavy
-def test_a_resumed_run_goes_on_at_its_level(tmp_path):
+def test_a_resumed_run_goes_on_at_the_level_of_its_step(tmp_path):
     task = TASKS["slow rollouts"]
     _, first = run(tmp_path, 7, 1, {"interval": 4}, **task, steps=30)
     level = decisions(first)[-1]["level"]
@@ -84,7 +85,14 @@ def test_a_resumed_run_goes_on_at_its_level(tmp_path):
     cfg = config(tmp_path, max_steps=60, steering={"interval": 4}, batch_size=32, group_size=4)
     from stretto.orchestrator.main import build_bounds
 
-    assert build_bounds(cfg).max_async_level == level
+    assert build_bounds(cfg, 30).max_async_level == level
+    for row in decisions(first):
+        assert build_bounds(cfg, row["step"]).max_async_level == row["level"]
+        assert build_bounds(cfg, row["step"] - 1).max_async_level == row["level_before"]
+    ledger = Ledger(cfg.run_dir)  # a start from an earlier step undoes what was decided after it
+    ledger.run_started({}, resumed_step=decisions(first)[0]["step"] - 1)
+    ledger.close()
+    assert build_bounds(cfg, 30).max_async_level == decisions(first)[0]["level_before"]
 
 
 def steer(steering, waited, *, speed=lambda level: 100.0, ess=1.0, steps=400):

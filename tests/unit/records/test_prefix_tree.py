@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stretto.records.row_packing import MIN_SAVED, PrefixTree
+from stretto.records.row_packing import MIN_SAVED, MOST_REPEATS, PrefixTree, pack_tree
 
 
 def conversations(seed: int, num: int = 30) -> list[np.ndarray]:
@@ -91,3 +91,22 @@ def test_documents_that_part_from_one_another_token_by_token():
     for before, document in zip(range(0, len(texts), 7), range(3, len(texts), 7)):
         pair = sorted((int(tree.lasts[before]), int(tree.lasts[document])))
         assert tree.shared_tokens(pair[1], pair[0]) == min(len(texts[before]), len(texts[document])) - 1
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_a_row_of_many_branches_has_a_bounded_number_of_tokens(num_parts):
+    """Each branch adds four tokens to what all have, which is a fifth of a row."""
+    capacity, lengths, streams = 100, [], []
+    for part in range(num_parts):
+        for branch in range(300):
+            tokens = np.concatenate((np.full(20, part), np.full(4, 10 + branch))).astype(np.int32)
+            streams.append([tokens])
+            lengths.append(len(tokens))
+    tree = PrefixTree.of(streams)
+    rows = pack_tree(tree, np.array(lengths), capacity)
+    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+    assert max(sum(lengths[sample] for sample in row) for row in rows) <= MOST_REPEATS * capacity
+
+    same = [[np.zeros(50, np.int32)] for _ in range(1000)]  # they add nothing to one another
+    rows = pack_tree(PrefixTree.of(same), np.full(1000, 50), capacity)
+    assert len(rows) == -(-1000 * 50 // (MOST_REPEATS * capacity)) and len(rows) > 1

@@ -57,6 +57,8 @@ WRONG = {
     "no object": ("[1]\n", [":1: a row must be an object, got list"]),
     "cut off": ('{"a": 1}\n\n{"a": \n', [":3: not JSON"]),
     "not text": (b'{"a": "\xff"}\n', [":1: not UTF-8 text"]),
+    "packed": (b"\x1f\x8b\x08\x00\x00\x00", [":1: not text but packed by gzip", "gunzip"]),
+    "parquet by another name": (b"PAR1\x15\x04\n", [":1: not text but parquet"]),
 }
 
 

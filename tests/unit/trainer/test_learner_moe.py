@@ -377,6 +377,17 @@ def indexed_policy():
     return policy
 
 
+def test_tokens_that_no_pass_computes_do_not_weaken_the_loss_of_an_index():
+    parts = documents(0, num_groups=2)
+    once = index_gradients(3.0, pack(parts))
+    longer = [{name: np.append(stream, np.zeros(9, stream.dtype)) for name, stream in part.items()} for part in parts]
+    untrained = pack(documents(1, num_groups=1))
+    untrained = msgspec.structs.replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask))
+    for others in ([pack(longer)], [pack(parts), untrained]):
+        for name, gradient in index_gradients(3.0, *others).items():
+            torch.testing.assert_close(gradient, once[name], atol=1e-7, rtol=1e-4)
+
+
 def test_the_loss_of_an_index_is_a_mean_over_the_tokens_of_the_step():
     first, second = pack(documents(0, num_groups=2)), pack(documents(1, num_groups=1))
     once = index_gradients(3.0, first, second)

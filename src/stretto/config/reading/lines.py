@@ -45,8 +45,7 @@ def read_file(name: str) -> tuple[dict[str, Any], dict[KeyPath, int]] | str:
     except FileNotFoundError:
         return f"{name}: no such file{meant_path(path)}"
     except (OSError, UnicodeDecodeError) as error:
-        reason = reason_of(error) + (f" ({error.reason})" if isinstance(error, UnicodeDecodeError) else "")
-        return f"{name}: cannot be read: {reason}"
+        return f"{name}: cannot be read: {reason_of(error)}"
     text = text.replace("\r\n", "\n")
     try:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)

@@ -45,6 +45,8 @@ def number_meant(name: str, text: str, *, is_whole: bool) -> str:
         return says
     binary = value / 1000 * 1024 if unit == "tokens" and re.fullmatch(r"\d+\s*[kK]", text) else None
     other = "" if binary is None else f", or {_plain(binary)} where k is 1024"
+    if unit in ("seconds", "milliseconds", "minutes") and re.fullmatch(r"\d+:\d\d", text):
+        other = f" if that is hours and minutes, or {_plain(value / 60)} if it is minutes and seconds"
     return f"{says}{', so' if says else ';'} write {_plain(value)}{other}"
 
 

@@ -211,7 +211,8 @@ class ModelSection(Section):
     """Do not train the routers of a mixture of experts."""
     indexer_kl_coeff: float | None = Field(None, gt=0)
     """Train the indexers of glm_moe_dsa and deepseek_v32 towards the attention to the keys they choose, by this factor
-    times the KL divergence, the mean over tokens; None: they stay as they are. Not beside an adapter."""
+    times the KL divergence, the mean over the tokens that passes compute: of a sample those before its last trained
+    one. None: they stay as they are. Not beside an adapter."""
     moe_bias_update_rate: float | None = Field(None, gt=0)
     """Step of the bias on the choice of experts that balances their loads without a loss; None: it stays as it is.
     Refused for models without such a bias."""

@@ -98,7 +98,7 @@ class CollectiveWeights(WeightsSection):
     """Bytes of one broadcast."""
     join_timeout_s: float = Field(60.0, gt=0)
     """Longest wait of engines for each other before a broadcast, and of one broadcast: what an engine costs that
-    dies in an update."""
+    dies in an update, and how long the next update may wait for engines that still wait for it."""
 
 
 class IpcWeights(WeightsSection):

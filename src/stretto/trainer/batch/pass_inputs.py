@@ -97,6 +97,18 @@ def has_trained_tokens(mb: MicroBatch) -> bool:
     return is_trained is not None and bool(is_trained.any())
 
 
+def count_inputs(mb: MicroBatch) -> int:
+    """Tokens of the pass for a micro batch's trained tokens, if documents share none; 0 without a pass."""
+    is_trained = ComponentWeights.of(mb).is_trained
+    if is_trained is None:
+        return 0
+    bounds, tokens = np.asarray(mb.cu_seqlens, np.int64), np.flatnonzero(is_trained)
+    lengths = np.zeros(len(bounds) - 1, np.int64)
+    documents = find_documents(tokens, bounds)
+    lengths[documents] = tokens - bounds[documents]  # in order: the last one of a document overwrites the others
+    return int(lengths.sum())
+
+
 def build_pass_inputs(
     mb: MicroBatch,
     vocab_size: int,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from stretto.base.errors import ConfigError, DataError, EnvError, StrettoError
 from stretto.base.foreign import guarded
 from stretto.chat.backend import Message
 from stretto.chat.render import Renderer, SftRendering
+from stretto.config.root import SFTConfig
 from stretto.config.sections.sft import Data, EnvData, FileData, LossMaskSection, PreferenceData
+from stretto.config.sections.trainer import LinearScheduler, num_steps
 from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools, refuse_unread
 from stretto.data.records import read_records
@@ -356,3 +359,39 @@ def micro_batch_of(examples: Sequence[Example], sample_ids: Iterable[str]) -> Mi
         ce_weights=np.concatenate([example.is_trained for example in examples]).astype(np.float32),
         **images_by_document([example.images for example in examples]),
     )
+
+
+# -- how long a run is --
+
+
+def find_last_step(cfg: SFTConfig, num_examples: int, step: int = 0, num_drawn: int = 0) -> int:
+    """The last step: max_steps, or the step that ends max_epochs if that is earlier.
+
+    step, num_drawn: steps done and examples drawn so far. The last batch may be smaller than the others.
+    """
+    by_epochs = by_steps = math.inf
+    if cfg.max_epochs is not None:
+        num_left = max(0, cfg.max_epochs * num_examples - num_drawn)
+        by_epochs = step + math.ceil(num_left / cfg.batch_size)
+    if cfg.max_steps is not None:
+        by_steps = cfg.max_steps
+    return int(min(by_epochs, by_steps))
+
+
+def check_schedule(cfg: SFTConfig, num_examples: int, last_step: int) -> None:
+    """Check that a schedule that falls fits into the steps of a run whose epochs end it; rules check max_steps.
+
+    Raises: ConfigError.
+    """
+    scheduler = cfg.scheduler
+    if cfg.max_epochs is None or scheduler.type == "constant":
+        return
+    warmup, decay, keys = num_steps(scheduler.warmup_steps, last_step), 1, f"warmup_steps = {scheduler.warmup_steps}"
+    if isinstance(scheduler, LinearScheduler):
+        decay = num_steps(scheduler.decay_steps, last_step)
+        keys = f"warmup_steps + decay_steps = {scheduler.warmup_steps} + {scheduler.decay_steps}"
+    if decay and warmup + decay > last_step:
+        raise ConfigError(
+            f"[scheduler] {keys}, but max_epochs = {cfg.max_epochs} of {num_examples:,} examples in batches of "
+            f"{cfg.batch_size:,} are {last_step} step{'s' * (last_step != 1)}; lower them, or give shares such as 0.1"
+        )

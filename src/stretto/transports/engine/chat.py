@@ -90,9 +90,11 @@ class ChatClient:
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until the server lists its models; uses the first one if no model was named.
 
-        Raises: EngineError if it does not in time.
+        One that has no such list is taken as it is if a model was named.
+
+        Raises: EngineError if it does not answer in time, or refuses the key.
         """
-        cause = "no answer yet"
+        cause, answer = "no answer yet", dict[str, Any]()
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -104,11 +106,16 @@ class ChatClient:
                         await asyncio.sleep(_BACKOFF_S)
         except TimeoutError:
             raise EngineError(f"not ready after {timeout_s:g} s: {cause}") from None
+        except EngineError as error:
+            if any(f"/models: {code}" in str(error) for code in (401, 403)):
+                raise EngineError(f"{error}; correct the key in client.api_key_var.") from None
+            if self.model is None:
+                raise EngineError(f"{error}; name the model as client.served_model.") from None
         if self.model is None:
-            models = answer.get("data") or []
-            if not models:
-                raise EngineError(f"{self.base_url}/models lists no model; set client.served_model.")
-            self.model = models[0]["id"]
+            try:
+                self.model = str(answer["data"][0]["id"])
+            except (KeyError, IndexError, TypeError):
+                raise EngineError(f"{self.base_url}/models lists no model; set client.served_model.") from None
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """The request's n samples, each by a separate HTTP request: many servers do not support n.

@@ -28,6 +28,11 @@ def message(word: str) -> str:
         ("budget.max_tokens=1.5M", "it counts in tokens, so write 1500000"),
         ("budget.max_cost=$1,000", "must be a valid number; write 1000"),
         ("orchestrator.env.0.rollout_timeout_s=01:30:00", "it counts in seconds, so write 5400"),
+        (
+            "orchestrator.env.0.rollout_timeout_s=1:30",
+            "it counts in seconds, so write 5400 if that is hours and minutes, or 90 if it is minutes and seconds",
+        ),
+        ("budget.max_hours=1:30", "it counts in hours, so write 1.5"),
         ("orchestrator.env.0.worker_memory_bytes=16GB", "it counts in bytes, so write 16000000000"),
         ("orchestrator.env.0.worker_memory_bytes=2 GiB", "it counts in bytes, so write 2147483648"),
         ("seq_len=32k", "it counts in tokens, so write 32000, or 32768 where k is 1024"),

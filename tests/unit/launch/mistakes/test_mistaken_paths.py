@@ -132,7 +132,7 @@ def test_a_path_with_one_wrong_part_has_a_near_one_and_others_have_none(tmp_path
         (IsADirectoryError(21, "Is a directory", "x"), "this is a directory, not a file"),
         (PermissionError(13, "Permission denied", "x"), "this user has no permission"),
         (OSError(28, "No space left on device", "x"), "no space left on device"),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "not UTF-8 text"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "not UTF-8 text; save it as UTF-8"),
     ],
 )
 def test_a_reason_has_no_number_of_the_system(error, said):

@@ -20,10 +20,22 @@ from stretto.orchestrator.servers import Server, ask, servers_of
 
 
 @contextmanager
-def served(status: int = 200, body: bytes = b'{"data": [{"id": "large"}]}', delay_s: float = 0.0) -> Iterator[str]:
-    """The address of a server that gives every request this answer, and 401 to a wrong key."""
+def served(
+    status: int = 200, body: bytes = b'{"data": [{"id": "large"}]}', delay_s: float = 0.0, alias: str | None = None
+) -> Iterator[str]:
+    """The address of a server that gives every request this answer, and 401 to a wrong key.
+
+    alias: a model that it has, and does not list.
+    """
 
     class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            is_known = self.path == "/v1/chat/completions" and asked["model"] == alias and asked["max_tokens"] == 1
+            self.send_response(200 if is_known else 404)
+            self.end_headers()
+            self.wfile.write(b'{"choices": [{}]}' if is_known else b"{}")
+
         def do_GET(self) -> None:
             time.sleep(delay_s)
             is_refused = self.headers.get("Authorization", "Bearer right") != "Bearer right"
@@ -67,7 +79,11 @@ def test_one_that_answers_is_shown_with_its_models() -> None:
 @pytest.mark.parametrize(
     ("answer", "settings", "message"),
     [
-        ({}, {"served_model_name": "small"}, "serves large, and not small; correct models.judge.served_model_name"),
+        (
+            {},
+            {"served_model_name": "small"},
+            "serves large, and not small (asked for it: HTTP 404); correct models.judge.served_model_name",
+        ),
         ({"status": 404}, {}, "answers HTTP 404"),
         ({"status": 500, "body": b"out of memory"}, {"served_model_name": "large"}, "HTTP 500 (out of memory)"),
         ({"body": b"<html>"}, {}, "answers with no list of models, but '<html>'"),
@@ -80,6 +96,12 @@ def test_an_answer_with_which_the_run_would_fail_says_what_to_do(answer, setting
     with served(**answer) as url:
         [text] = answers(judge(url, **settings))
     assert text.startswith("NOT READY: models.judge.base_url: ") and message in text, text
+
+
+def test_a_name_that_is_not_listed_is_asked_for() -> None:
+    with served(alias="small") as url:
+        [text] = answers(judge(url, served_model_name="small"))
+    assert text == f"models.judge.base_url: {url}/v1/models lists large, and also answers as small"
 
 
 def test_a_wrong_key_names_its_variable(monkeypatch) -> None:
@@ -170,6 +192,15 @@ def test_every_server_that_is_not_started_by_the_run_is_asked_once() -> None:
         "orchestrator.env.0.args.hook_args.rm_url": "http://r:2/score",
     }
     assert "orchestrator.client.base_url" not in {s.key for s in servers_of(player, has_engine=True, started=["own"])}
+
+
+@pytest.mark.parametrize("is_verb", [True, False])
+def test_the_servers_that_reward_evals_are_asked(is_verb: bool) -> None:
+    env = {"id": "dataset", "args": {"reward": "remote_rm", "path": "x", "hook_args": {"rm_url": "http://r:2/score"}}}
+    words = ["--orchestrator.env.0.id", "x", f"--orchestrator.eval.env={json.dumps([env])}"]
+    cfg = load(EvalConfig, [f"--eval.env={json.dumps([env])}"]) if is_verb else cfg_of(load(RLConfig, words))
+    found = {server.key: server.url for server in servers_of(cfg, has_engine=True, started=())}
+    assert found == {f"{'' if is_verb else 'orchestrator.'}eval.env.0.args.hook_args.rm_url": "http://r:2/score"}
 
 
 def test_eval_asks_its_engines_and_models() -> None:
