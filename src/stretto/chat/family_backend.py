@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 _PAST = "x"
-"""Stands for images and calls of the past where only a new message is tried."""
+"""Stands for images and calls of the past, and for thoughts, where only what is behind them is tried."""
 
 
 class _Openai(ModuleType):
@@ -201,7 +201,8 @@ class FamilyBackend:
     def __init__(self, backend: Any, family: str, tokenizer: Tokenizer, with_thoughts: Any = None) -> None:
         """with_thoughts: a renderer that keeps the thought of every reply."""
         self.name = family
-        self._backend, self._decode, self._with_thoughts = backend, tokenizer.decode, with_thoughts
+        self._backend, self._with_thoughts = backend, with_thoughts
+        self._encode, self._decode = tokenizer.encode, tokenizer.decode
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(backend.get_stop_token_ids()))
         question = [{"role": "user", "content": "a"}]
         num_tokens = len(backend.render_ids(question))
@@ -274,12 +275,29 @@ class FamilyBackend:
         self._shown.check(history, tools)
         *history, reply = self._identified([*history, reply])
         backends = (self._backend,) if self._with_thoughts is None else (self._backend, self._with_thoughts)
-        for backend in backends:
-            found = self._sampled(backend, history, reply, tools)
-            if found is None or not self._shows_reply(reply, found.token_ids):
+        tried = (self._sampled(backend, history, reply, tools) for backend in backends)
+        found = next((each for each in tried if each is not None and self._shows_reply(reply, each.token_ids)), None)
+        prompt = self._backend.render_ids(list(history), tools=tools, add_generation_prompt=True)
+        if found is not None and found.prompt_ids == prompt:
+            return Reply(found.token_ids, found.is_trained)
+        return self._without_thought(history, reply, tools, prompt) or found
+
+    def _without_thought(
+        self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None, prompt: list[int]
+    ) -> Reply | None:
+        """A reply without a thought as it is sampled after a prompt that begins one: the thought ends at once.
+
+        gpt-oss has no prompt for such replies: all of them begin a thought. None for other families.
+        """
+        if self._with_thoughts is None or reply.get("reasoning_content"):
+            return None
+        thought = self._encode(_PAST)
+        for backend in (self._backend, self._with_thoughts):
+            found = self._sampled(backend, history, reply | {"reasoning_content": _PAST}, tools)
+            if found is None or found.prompt_ids != prompt or found.token_ids[: len(thought)] != thought:
                 continue
-            prompt = self._backend.render_ids(list(history), tools=tools, add_generation_prompt=True)
-            return Reply(found.token_ids, found.is_trained) if found.prompt_ids == prompt else found
+            token_ids = found.token_ids[len(thought) :]
+            return Reply(token_ids, [True] * len(token_ids)) if self._shows_reply(reply, token_ids) else None
         return None
 
     def _sampled(

@@ -95,7 +95,9 @@ def test_what_stands_for_nothing_in_a_column_is_nothing(empty, tmp_path):
 
 def test_the_context_of_an_instruction_is_not_lost(tmp_path):
     row = {"instruction": "Who?", "context": "Ada wrote it.", "response": "Ada"}
-    data = FileData(name=str(write_jsonl(tmp_path / "rows.jsonl", [row])), input_key="instruction", output_key="response")
+    data = FileData(
+        name=str(write_jsonl(tmp_path / "rows.jsonl", [row])), input_key="instruction", output_key="response"
+    )
     with pytest.raises(DataError, match=r"'context' beside the conversation.*join the two"):
         list(read_rows(data, 0))
     write_jsonl(tmp_path / "rows.jsonl", [row | {"context": ""}])
