@@ -334,7 +334,10 @@ def test_gpt_oss_trains_a_reply_without_a_thought_after_the_prompt_that_a_policy
     tools = Toolset([lookup]).schemas if has_call else None
     talk = [QUESTION, ANSWER, QUESTION, ANSWER]
     if has_call:
-        talk[1:1] = [ANSWER | {"content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "1", "name": "look_up"}]
+        talk[1:1] = [
+            ANSWER | {"content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": "1", "name": "look_up"},
+        ]
     rendered = renderer.render_sft(talk, LossMaskSection(), tools)
     assert rendered.num_left_out == 0
     end = "<|end|><|start|>assistant<|channel|>"
@@ -343,7 +346,9 @@ def test_gpt_oss_trains_a_reply_without_a_thought_after_the_prompt_that_a_policy
     (first, _, _), *_ = rendered.examples
     prompt = renderer.render_prompt([QUESTION], tools)
     assert first[: len(prompt)].tolist() == prompt.tolist()
-    assert renderer.decode(first[len(prompt) :]).startswith(end + ("commentary to=" if has_call else "final<|message|>"))
+    assert renderer.decode(first[len(prompt) :]).startswith(
+        end + ("commentary to=" if has_call else "final<|message|>")
+    )
     said = renderer.parse(renderer.encode(f"{end}final<|message|>b<|return|>").tolist(), prompt, tools)
     assert said == ANSWER | {"content": "b"}
 
