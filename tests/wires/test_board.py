@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-
-pytest.importorskip("stretto_broadcast")
-
 from torch.distributed import DistStoreError
 
 from stretto.base.errors import WireError
