@@ -20,12 +20,7 @@ ROOT = Path(__file__).parents[1]
 ADD_ONS = tuple(sorted(path.parent.name.removeprefix("stretto_") for path in ROOT.glob("src/stretto_*/__init__.py")))
 NEEDS = {
     "doctor": ("bench", "plan"),
-    "broadcast": (
-        "tests/wires/test_board.py",
-        "tests/wires/test_collective.py",
-        "tests/wires/test_delta.py",
-        "tests/wires/test_ipc.py",
-    ),
+    "broadcast": ("tests/wires/test_collective.py", "tests/wires/test_delta.py", "tests/wires/test_ipc.py"),
     "hubs": ("agents",),
     "plan": ("bench", "python"),
     "repair": ("sandbox",),
