@@ -164,10 +164,10 @@ def test_a_steered_run_goes_on_from_any_phase_with_its_interval(tmp_path, kind, 
     hold = []
     loop = train(resumed, engine, trainer, hold=hold)
     assert loop.progress.step == 40 and sent(cfg.run_dir)[-1] == 40
-    if rows:
-        [after, *_] = decisions(cfg.run_dir)[len(rows) :]
-        assert after["update_interval_before"] == rows[-1]["update_interval"]
-        assert after["level_before"] == rows[-1]["level"]
+    [after, *_] = decisions(cfg.run_dir)[len(rows) :]
+    kept = [row for row in rows if row["step"] <= step]  # what was decided later is undone
+    before = (kept[-1]["level"], kept[-1]["update_interval"]) if kept else (1, 1)
+    assert (after["level_before"], after["update_interval_before"]) == before
     assert decisions(cfg.run_dir)[-1]["update_interval"] > 1
     assert audit(cfg.run_dir) == []
 
