@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import AgingTrainer, CharRenderer, FakeEngine, parrot
 from orchestrator_runs import config, run_once, train
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
@@ -342,9 +343,10 @@ def test_the_level_stays_within_its_bound_and_the_interval_within_what_the_level
             "is below .*interval",
         ),
         (["--orchestrator.steering.max_update_interval", "9"], r"needs orchestrator.steering.max_level = 9 or more"),
-        (
+        pytest.param(
             ["--orchestrator.steering.max_update_interval", "2", "--service", "http://127.0.0.1:1"],
             r"max_update_interval = 2 with \[service\]: the service samples with every version",
+            marks=needs("service"),
         ),
     ],
 )
