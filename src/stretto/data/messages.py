@@ -53,22 +53,30 @@ def parse_messages(value: Any, key: str, where: str, role_of_text: str | None = 
 
 
 def refuse_unread(
-    record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], read: Sequence[str | None], where: str
+    record: Mapping[str, Any], shown: Sequence[Mapping[str, Any]] | str, read: Sequence[str | None], where: str
 ) -> None:
-    """Check that a record has no text for the model beside its conversation; read: the keys that the config names.
+    """Check that a record has no text for the model beside what it is shown; read: the keys that the config names.
+
+    shown: the messages, or the text of a prompt without a template.
 
     Raises: DataError with the key and what to write.
     """
-    has_system = bool(messages) and messages[0].get("role") == "system"
+    has_system = not isinstance(shown, str) and bool(shown) and shown[0].get("role") == "system"
     ways = {key: way for key, way in NOT_READ.items() if not (has_system and way is _SYSTEM)}
     if "instruction" in read:
         ways |= dict.fromkeys(BESIDE_INSTRUCTIONS, "it is a part of the question: join the two")
     for key, way in ways.items():
-        if key not in read and _says_something(record.get(key)):
-            raise DataError(
-                f"{where}: {key!r} beside the conversation would not reach the model: {way}; or remove it, in the file "
-                "or by the function that `convert` names."
-            )
+        value = record.get(key)
+        if key in read or not _says_something(value):
+            continue
+        if isinstance(shown, str):
+            if isinstance(value, str) and value.strip() in shown:
+                continue
+            way = "write it into the text of the prompt"
+        raise DataError(
+            f"{where}: {key!r} beside the conversation would not reach the model: {way}; or remove it, in the file "
+            "or by the function that `convert` names."
+        )
 
 
 def _says_something(value: Any) -> bool:
