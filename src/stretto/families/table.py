@@ -68,6 +68,12 @@ def family_of(found: Mapping[str, Any]) -> str:
     return _SAME_NETWORK.get(name, name)
 
 
+def check_installed(family: str, needed_by: str) -> None:
+    """Raises: ConfigError if it is the family of an add-on that is not installed; needed_by: what needs it."""
+    if family not in FAMILIES and family in addons.registered(GROUP):
+        addons.check(GROUP, family, needed_by)
+
+
 def traits_of(name: str) -> Traits:
     """The traits of a `model_type`; the defaults for one that is not known here."""
     return TRAITS.get(name, _NONE)
