@@ -63,6 +63,13 @@ def test_an_add_on_names_only_those_that_it_needs(name: str) -> None:
     assert set(NAME.findall(strings_of(f"stretto_{name}"))) <= {name, *SCRIPT["NEEDS"].get(name, ())}
 
 
+def test_what_goes_with_an_add_on_is_there() -> None:
+    """A copy without it takes these away, too."""
+    needs, tests = SCRIPT["NEEDS"], SCRIPT["TESTS"]
+    assert {*needs, *tests, *(used for each in needs.values() for used in each)} <= {*ADD_ONS}
+    assert not [part for each in tests.values() for part in (*each, *SCRIPT["OF_ALL"]) if not (ROOT / part).exists()]
+
+
 def test_entry_points_lead_to_what_the_core_can_load() -> None:
     groups = {group: values for group, values in PROJECT["entry-points"].items() if group.startswith(addons.PREFIX)}
     assert len(groups) == 21

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from stretto import addons
 from stretto.config.root import RLConfig, SFTConfig
@@ -48,7 +48,7 @@ def _of_add_ons(root: Section) -> list[Rules]:
 
 def _table(name: str) -> Rules:
     found = getattr(addons.load(GROUP, name, f"[{name}]"), "RULES", None)
-    if not isinstance(found, Mapping):
+    if not isinstance(found, dict):
         raise addons.wrong(GROUP, name, "it has no RULES, a table of rules by class of section")
     return found
 
