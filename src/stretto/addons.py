@@ -114,7 +114,7 @@ def wrong(group: str, name: str, what: str) -> ConfigError:
     """The error about an entry point that leads to something else than the group asks for, or to nothing."""
     value = registered(group)[name]
     return ConfigError(
-        f"entry point {name} of {group}, `{value}`: {what}; mend the package {package_of(value)}, or uninstall it"
+        f"entry point {name} of {group}, `{value}`: {what}; mend that, or uninstall the package {package_of(value)}"
     )
 
 

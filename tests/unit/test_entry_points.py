@@ -72,7 +72,7 @@ def test_an_entry_point_that_leads_nowhere_is_named(entry: str, words: list[str]
     name, value = entry.partition("\n")[2].split("=")
     begin = f"error: entry point {name} of stretto.{entry.partition(']')[0]}, `{value}`: "
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(begin), done.stderr
-    assert said in done.stderr and done.stderr.endswith("; mend the package mine, or uninstall it\n")
+    assert said in done.stderr and done.stderr.endswith("; mend that, or uninstall the package mine\n")
     assert done.stderr.count("\n") == 1
 
 
