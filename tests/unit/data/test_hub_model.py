@@ -12,8 +12,8 @@ from collections import namedtuple
 import huggingface_hub.constants
 import pytest
 import torch
+from cases.hub_models import GREETING, save_model
 from cases.hub_site import TOKEN, open_hub
-from hub_models import GREETING, save_model
 
 from stretto import dry_run
 from stretto.base.errors import ConfigError
