@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[1]
 ADD_ONS = tuple(sorted(path.parent.name.removeprefix("stretto_") for path in ROOT.glob("src/stretto_*/__init__.py")))
 NEEDS = {
     "doctor": ("bench", "plan"),
-    "broadcast": ("tests/wires/test_collective.py", "tests/wires/test_delta.py", "tests/wires/test_ipc.py"),
     "hubs": ("agents",),
     "plan": ("bench", "python"),
     "repair": ("sandbox",),
@@ -31,6 +30,7 @@ NEEDS = {
 }
 """Add-ons that use others, and go with them."""
 TESTS = {
+    "broadcast": ("tests/wires/test_collective.py", "tests/wires/test_delta.py", "tests/wires/test_ipc.py"),
     "clusters": ("tests/cluster", "tests/e2e/test_engines.py"),
     "hubs": ("tests/e2e/hubs",),
     "routers": ("tests/wires/test_two_routers.py", "tests/contract/routing", "tests/e2e/routers"),

@@ -29,4 +29,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """What a notebook offers after `stretto.`"""
-    return [*__all__, "__version__"]
+    from stretto.addons import offers
+
+    return [*(name for name in __all__ if name in offers("stretto.names")), "__version__"]

@@ -5,4 +5,5 @@ from stretto_python.verbs import evaluate as evaluate
 from stretto_python.verbs import rl as rl
 from stretto_python.verbs import sft as sft
 
+__all__: list[str]
 __version__: str

@@ -34,7 +34,8 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.spellings     framework -> a `config.spelling.Spelling`: its names of keys
     stretto.arguments     command line -> function of a resolved config: more attributes of `args` of hooks
 
-The package of a verb has SUMMARIES, and may have MEANT, other programs' words for its verbs.
+The package of a verb should have SUMMARIES, which `stretto --help` prints, and may have MEANT, other programs' words
+for its verbs.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
-from stretto.base.errors import ConfigError
+from stretto.base.errors import ConfigError, StrettoError
 
 TYPE_CHECKING = False  # typing is not imported: a command should start fast
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from types import ModuleType
     from typing import Any
 
 PREFIX = "stretto."
@@ -88,7 +90,7 @@ def load(group: str, name: str, needed_by: str) -> Any:
     needed_by: what needs it, for the message. Raises: ConfigError if no add-on that is installed offers it.
     """
     check(group, name, needed_by)
-    return object_at(registered(group)[name])
+    return _entry(group, name)
 
 
 def check(group: str, name: str, needed_by: str) -> None:
@@ -105,7 +107,40 @@ def check(group: str, name: str, needed_by: str) -> None:
 
 def load_all(group: str) -> dict[str, Any]:
     """Every object that add-ons offer in a group, by name."""
-    return {name: object_at(value) for name, value in offers(group).items()}
+    return {name: _entry(group, name) for name in offers(group)}
+
+
+def wrong(group: str, name: str, what: str) -> ConfigError:
+    """The error about an entry point that leads to something else than the group asks for, or to nothing."""
+    value = registered(group)[name]
+    return ConfigError(
+        f"entry point {name} of {group}, `{value}`: {what}; mend that, or uninstall the package {package_of(value)}"
+    )
+
+
+def packages_of(group: str) -> dict[str, ModuleType]:
+    """By name the package that offers it in a group; those which are not there are left out."""
+    return {name: _module(group, name, package_of(value)) for name, value in offers(group).items()}
+
+
+def _entry(group: str, name: str) -> Any:
+    path, _, attr = registered(group)[name].partition(":")
+    module = _module(group, name, path)
+    if attr and not hasattr(module, attr):
+        raise wrong(group, name, f"{path} has no {attr}")
+    return getattr(module, attr) if attr else module
+
+
+def _module(group: str, name: str, path: str) -> ModuleType:
+    """Raises: ConfigError if it cannot be imported."""
+    try:
+        return import_module(path)
+    except StrettoError:
+        raise
+    except Exception as cause:
+        from stretto.base.foreign import error_text, import_place
+
+        raise wrong(group, name, f"{import_place(cause)}: {error_text(cause)}") from cause
 
 
 def package_of(value: str) -> str:
@@ -122,17 +157,36 @@ def object_at(value: str) -> Any:
 
 @cache
 def _found() -> Groups:
-    """Every entry point of our groups: those of the source tree, then of what is installed, the first of a name."""
+    """Every entry point of our groups: those of the source tree, then of what is installed.
+
+    Raises: ConfigError if two distributions give one name to different objects.
+    """
     found: Groups = {}
+    seen: dict[str, Groups] = {}
     for path in (_of_source_tree(), *_of_installed(sys.path)):
+        distribution = _distribution_of(path)
+        if not path or distribution in seen:  # as importlib has it: the first on the path counts
+            continue
         try:
             with open(path, encoding="utf-8") as file:
-                groups = read_groups(file)
-        except OSError:  # no source tree, or a distribution without entry points
+                groups = seen[distribution] = read_groups(file)
+        except OSError:  # a distribution without entry points
             continue
         for group, offered in groups.items():
-            found[group] = offered | found.get(group, {})
+            known = found.setdefault(group, {})
+            for name in (name for name in offered if known.setdefault(name, offered[name]) != offered[name]):
+                other = next(each for each, had in seen.items() if name in had.get(group, {}))
+                raise ConfigError(
+                    f"entry point {name} of {group} is `{known[name]}` of the package {other}, and "
+                    f"`{offered[name]}` of {distribution}; uninstall one of them, or give it another name"
+                )
     return found
+
+
+def _distribution_of(path: str) -> str:
+    """The distribution whose entry points a file has; the source tree is `stretto`."""
+    folder = os.path.basename(os.path.dirname(path))
+    return folder.rpartition(".")[0].partition("-")[0] if folder.endswith(_KINDS) else "stretto"
 
 
 def _of_source_tree() -> str:

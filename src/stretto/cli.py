@@ -36,6 +36,14 @@ def main(words: list[str] | None = None) -> int:
     if words is None:
         start_command()
         return end_command(main(sys.argv[1:]))
+    try:
+        return _main(words)
+    except ConfigError as error:  # of a package whose verbs cannot be listed
+        _print_error(str(error))
+        return 2
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         return _print_to_pipe(_overview())
     if words[0] in ("-V", "--version", "version"):
@@ -56,21 +64,21 @@ def _is_of_add_on(verb: str) -> bool:
 
 def summaries() -> dict[str, str]:
     """Every verb that is installed, and what it does."""
-    from stretto import addons
+    from stretto.addons import packages_of
 
-    found, offered = dict(SUMMARIES), addons.offers("stretto.config_verbs") | addons.offers("stretto.verbs")
-    for package in dict.fromkeys(map(addons.package_of, offered.values())):
-        found |= addons.object_at(f"{package}:SUMMARIES")
+    found = dict(SUMMARIES)
+    for verb, package in (packages_of("stretto.config_verbs") | packages_of("stretto.verbs")).items():
+        found |= getattr(package, "SUMMARIES", {})
+        found.setdefault(verb, f"of the package {package.__name__}")
     return found
 
 
 def _words_meant() -> dict[str, str]:
-    from stretto import addons
+    from stretto.addons import packages_of
 
-    packages = dict.fromkeys(map(addons.package_of, addons.offers("stretto.verbs").values()))
     found = dict(MEANT)
-    for package in packages:
-        found |= getattr(addons.object_at(package), "MEANT", {})
+    for package in packages_of("stretto.verbs").values():
+        found |= getattr(package, "MEANT", {})
     return found
 
 

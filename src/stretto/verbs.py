@@ -48,8 +48,9 @@ def completions_of_plain_verbs() -> dict[str, list[str]]:
     from stretto.config.reading.plain import parser_of
 
     lines = {verb: each() for verb, each in addons.load_all("stretto.completions").items()}
-    for verb, path in ({**PLAIN_VERBS} | addons.offers("stretto.verbs")).items():
-        if verb not in lines and (parser := parser_of(addons.object_at(path))) is not None:
+    plain = {verb: addons.object_at(path) for verb, path in PLAIN_VERBS.items()}
+    for verb, function in (plain | addons.load_all("stretto.verbs")).items():
+        if verb not in lines and (parser := parser_of(function)) is not None:
             lines[verb] = parser.completions()
     return lines
 

@@ -1,7 +1,8 @@
 """`stretto.rl`, `sft` and `evaluate`: the verbs for scripts and notebooks, each in processes of its own.
 
-A call becomes a configuration (settings.py), its objects files of the run directory (given.py), and the verb is started
-with them (started.py, live.py) as it is from a shell: `rl @ RUN/given/config.json` starts the same run again.
+A call becomes a configuration (given/settings.py), its objects files of the run directory (given/files.py), and the
+verb is started with them (started.py, live.py) as it is from a shell: `rl @ RUN/given/config.json` starts the same run
+again.
 """
 
 from __future__ import annotations

@@ -26,6 +26,11 @@ PARTS = ("src", "examples", "pyproject.toml")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUN = ["rl", "@", "examples/reverse_text/rl.toml"]
 LORA_RUN = ["rl", "@", "examples/service/rl.toml"]
+AFMOE = {
+    "model_type": "afmoe", "architectures": ["AfmoeForCausalLM"], "vocab_size": 40, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "sliding_window": 6,
+}  # fmt: skip
 VERBS, CONFIG_VERBS = "stretto.verbs", "stretto.config_verbs"
 
 
@@ -56,6 +61,13 @@ def test_the_core_names_no_add_on() -> None:
 @pytest.mark.parametrize("name", ADD_ONS)
 def test_an_add_on_names_only_those_that_it_needs(name: str) -> None:
     assert set(NAME.findall(strings_of(f"stretto_{name}"))) <= {name, *SCRIPT["NEEDS"].get(name, ())}
+
+
+def test_what_goes_with_an_add_on_is_there() -> None:
+    """A copy without it takes these away, too."""
+    needs, tests = SCRIPT["NEEDS"], SCRIPT["TESTS"]
+    assert {*needs, *tests, *(used for each in needs.values() for used in each)} <= {*ADD_ONS}
+    assert not [part for each in tests.values() for part in (*each, *SCRIPT["OF_ALL"]) if not (ROOT / part).exists()]
 
 
 def test_entry_points_lead_to_what_the_core_can_load() -> None:
@@ -135,6 +147,26 @@ def test_a_config_that_needs_a_missing_add_on_says_so(name: str, flags: list[str
     command = [*(LORA_RUN if name == "service" else RUN), *flags]
     [(code, _, err)] = told(source, command).values()
     assert code == 2 and said in err
+
+
+@pytest.mark.heavy
+def test_a_model_or_data_of_a_missing_add_on_is_refused(tmp_path: Path) -> None:
+    """Its family would be computed by transformers, more slowly, where nobody says so."""
+    source = SCRIPT["copy_without"](["families", "preference"], tmp_path, PARTS)
+    (source.parent / "m").mkdir()
+    (source.parent / "m" / "config.json").write_text(json.dumps(AFMOE))
+    (source.parent / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    of_family = ["sft", "--model.name", "m", "--data.name", "a.jsonl", "--max-steps", "1", "--dry-run"]
+    pairs = [*of_family, "--model.impl", "hf", "--data.type", "preference"]
+    said = told(source, of_family, [*of_family, "--model.impl", "hf"], pairs)
+    code, _, err = said[" ".join(of_family)]
+    assert (
+        code == 2
+        and "[model] name = 'm', of family afmoe, without impl = \"hf\" needs the add-on stretto_families, which" in err
+    )
+    assert "stretto_families" not in "".join(map(str, said[" ".join([*of_family, "--model.impl", "hf"])]))
+    code, _, err = said[" ".join(pairs)]
+    assert code == 2 and 'error: [data] type = "preference" needs the add-on stretto_preference' in err
 
 
 @pytest.mark.heavy

@@ -37,7 +37,7 @@ from stretto.config.sections.sft import RewardSection
 from stretto.config.sections.trainer import MegatronSection
 from stretto.data.hub_model import find_config, is_hub_name
 from stretto.data.model_file import ModelFile, has_own_family
-from stretto.families.table import FAMILIES, SPARSE_FAMILIES
+from stretto.families.table import FAMILIES, SPARSE_FAMILIES, check_installed
 
 _SAME = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
@@ -151,8 +151,11 @@ def check_model(
         if must_exist and model.scratch is None:
             _refuse_missing(model.name)
         return
-    check_family(here, f"[{path}] name = {model.name!r}")
-    check_trainable(here, model.impl, f"[{path}] name = {model.name!r}")
+    where = f"[{path}] name = {model.name!r}"
+    if model.impl != "hf":
+        check_installed(here.family, f'{where}, of family {here.family}, without impl = "hf"')
+    check_family(here, where)
+    check_trainable(here, model.impl, where)
     try:
         shape = read_shape(here)
     except (OSError, ValueError, KeyError):

@@ -6,15 +6,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
-from stretto.addons import load_all
+from stretto.addons import load_all, wrong
 from stretto.config.spelling import KeyPath, Row, Spelling, Table
 from stretto.config.vllm_names import TABLES as VLLM
+
+GROUP = "stretto.spellings"
 
 
 @cache
 def spellings() -> dict[str, Spelling]:
     """What add-ons offer, by the framework's name."""
-    return load_all("stretto.spellings")
+    found = load_all(GROUP)
+    for name in (name for name, each in found.items() if not isinstance(each, Spelling)):
+        raise wrong(GROUP, name, f"it is {found[name]!r}, which is no Spelling of stretto")
+    return found
 
 
 @cache

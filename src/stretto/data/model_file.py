@@ -67,7 +67,7 @@ class ModelFile:
 
     @property
     def is_own(self) -> bool:
-        """Whether families/own has its family, or it names none."""
+        """Whether families/own or an add-on has its family, or it names none."""
         return not self.family or self.family in FAMILIES
 
     @property
@@ -93,7 +93,7 @@ class ModelFile:
 
 
 def has_own_family(name: str) -> bool:
-    """Whether families/own has the family of a model; True if its config.json is missing or cannot be read."""
+    """Whether it is of a family of ours; True if its config.json is missing or cannot be read."""
     directory = find_config(name)
     try:
         return directory is None or ModelFile.read(directory).is_own

@@ -9,7 +9,6 @@ from pkgutil import iter_modules
 from typing import Any
 
 from stretto import addons
-from stretto.base.errors import ConfigError
 from stretto.families import own
 from stretto.families.family import Family
 from stretto.families.others import OTHERS
@@ -21,7 +20,7 @@ GROUP = "stretto.families"
 def _find_families() -> dict[str, Family]:
     """Every `Family` that a file of own/ has under a public name, in order of files and of lines; then others' by name.
 
-    Raises: ConfigError if what is offered as a family is none, or has the `model_type` of another.
+    Raises: ConfigError if what is offered as a family is none, or has the `model_type` or an alias of another.
     """
     found: dict[str, Family] = {}
     for name in sorted(module.name for module in iter_modules(own.__path__)):
@@ -30,11 +29,12 @@ def _find_families() -> dict[str, Family]:
                 continue
             assert value.name not in found, f"{name}.py: another file of own/ has a family {value.name}"
             found[value.name] = value
-    for name, path in sorted(addons.offers(GROUP).items()):
-        value = addons.object_at(path)
-        if not isinstance(value, Family) or value.name in found:
-            what = "which another family is" if isinstance(value, Family) else "which is no Family of stretto"
-            raise ConfigError(f"entry point {name} of {GROUP}: {path} is {getattr(value, 'name', value)!r}, {what}")
+    for name, value in sorted(addons.load_all(GROUP).items()):
+        if not isinstance(value, Family):
+            raise addons.wrong(GROUP, name, f"it is {value!r}, which is no Family of stretto")
+        taken = {*found, *(alias for family in found.values() for alias in family.traits.aliases)}
+        if same := sorted(taken & {value.name, *value.traits.aliases}):
+            raise addons.wrong(GROUP, name, f"it is {same[0]!r}, which another family is")
         found[value.name] = value
     return found
 
@@ -66,6 +66,12 @@ def family_of(found: Mapping[str, Any]) -> str:
     """The family that a config.json's `model_type` names; "" if there is none."""
     name = found.get("model_type") or ""
     return _SAME_NETWORK.get(name, name)
+
+
+def check_installed(family: str, needed_by: str) -> None:
+    """Raises: ConfigError if it is the family of an add-on that is not installed; needed_by: what needs it."""
+    if family not in FAMILIES and family in addons.registered(GROUP):
+        addons.check(GROUP, family, needed_by)
 
 
 def traits_of(name: str) -> Traits:

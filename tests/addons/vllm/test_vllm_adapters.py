@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.check.vllm_adapters import EXPERT_COUNTS, drafted_tokens, why_merged, with_policy_adapter
@@ -169,7 +170,7 @@ def test_vllms_own_options_say_the_length_of_drafts_too(extra, number):
 @pytest.mark.heavy
 @needs_vllm
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own, when it is imported
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", pytest.param("minimax_m2", marks=needs("families"))])
 def test_stacked_experts_of_an_adapter_are_what_vllm_splits_them_into(tmp_path, family):
     """Its kernels for them run on GPUs only, so what they would multiply is compared here, without them."""
     from vllm.lora.lora_model import LoRAModel
@@ -212,10 +213,11 @@ def test_stacked_experts_of_an_adapter_are_what_vllm_splits_them_into(tmp_path, 
 @pytest.mark.parametrize(
     ("shape", "name", "in_files"),
     [
-        (
+        pytest.param(
             {"family": "laguna"},
             "model.layers.1.mlp.shared_experts.up_proj.weight",
             "model.layers.1.mlp.shared_expert.up_proj.weight",
+            marks=needs("families"),
         ),
         (
             {"family": "qwen3_vl", "vision": {}},

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from processes.add_ons import is_here
 from safetensors.torch import save_file
 
 from stretto.base.errors import ConfigError
@@ -63,8 +64,9 @@ def test_drafts_by_layers_that_the_model_lacks_are_refused(tmp_path):
     for model_type, key in (("glm4_moe", "num_nextn_predict_layers"), ("qwen3_5_text", "mtp_num_hidden_layers")):
         check_served(section, save(tmp_path, model_type=model_type, **{key: 1}), is_cpu=False)
     # vLLM reads one key, and has no layers for further tokens of other families.
+    of_add_on = ({"model_type": "minimax_m2", "num_mtp_modules": 3},) if is_here("families") else ()
     for other in (
-        {"model_type": "minimax_m2", "num_mtp_modules": 3},
+        *of_add_on,
         {"model_type": "nemotron_h", "mtp_layers_block_type": ["moe"], "num_nextn_predict_layers": 0},
     ):
         with pytest.raises(ConfigError, match=r"speculation\.method.*num_nextn_predict_layers.*suffix"):

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from cases import plans
 from huggingface_hub import constants
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
@@ -224,7 +225,7 @@ def test_vllm_drafts_with_the_layers_of_these_families(name: str, machine: Path,
     assert found["drafts"] == ["mtp", 1] and len(found["drafter"]) == 1 and "MTP" in found["drafter"][0]
 
 
-@pytest.mark.parametrize("name", ["minimax_m2", "qwen3_moe"])
+@pytest.mark.parametrize("name", [pytest.param("minimax_m2", marks=needs("families")), "qwen3_moe"])
 def test_vllm_has_no_drafter_for_families_that_a_dry_run_refuses(name: str, machine: Path, ask: Ask) -> None:
     model = model_with(machine / "model", name, num_mtp_modules=3, num_nextn_predict_layers=1)
     with pytest.raises(ConfigError, match=f"of no {name}"):

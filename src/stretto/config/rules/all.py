@@ -13,6 +13,7 @@ from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.trainer import AdamWOptim, TrainerKeys, TrainerSection
 
+GROUP = "stretto.rules"
 TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines, megatron, frozen))
 DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (OrchestratorKeys, batches.late_rollouts),
@@ -41,8 +42,15 @@ def check(root: Section) -> list[Problem]:
 
 def _of_add_ons(root: Section) -> list[Rules]:
     """The tables of add-ons whose section this root has."""
-    given = [path for name, path in addons.offers("stretto.rules").items() if getattr(root, name, None) is not None]
-    return [addons.object_at(path).RULES for path in given]
+    given = [name for name in addons.offers(GROUP) if getattr(root, name, None) is not None]
+    return [_table(name) for name in given]
+
+
+def _table(name: str) -> Rules:
+    found = getattr(addons.load(GROUP, name, f"[{name}]"), "RULES", None)
+    if not isinstance(found, dict):
+        raise addons.wrong(GROUP, name, "it has no RULES, a table of rules by class of section")
+    return found
 
 
 def _broken(tables: Sequence[Rules], cls: type, at: At) -> Problems:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Family = str
 else:
     Family = Literal[tuple(FAMILIES)]
-"""`model_type` of the families of families/own."""
+"""`model_type` of the families of families/own and of add-ons."""
 
 
 class ScratchVisionSection(Section):
