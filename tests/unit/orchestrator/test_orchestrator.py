@@ -64,7 +64,7 @@ def test_several_of_the_longest_samples_share_a_row_that_is_longer_than_they_may
 
 
 def test_rows_are_packed_by_what_samples_share_where_the_trainer_computes_that_once(tmp_path):
-    """Prompts of 31 tokens and more, twice in each group; what the trainer says decides, not `model.shared_prefixes`."""
+    """Prompts of 31 tokens and more, twice in each group; what the trainer says decides, not the configuration."""
     longest = {}
     for shares, asked in ((False, "tree"), (True, "auto")):
         trainer = FakeTrainer(max_steps=2, shares_prefixes=shares)
