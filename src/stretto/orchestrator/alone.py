@@ -18,9 +18,7 @@ from stretto.transports.control import Event
 class AbsentTrainer:
     """Stands in for both wires to the trainer (ControlServer and Sender)."""
 
-    def __init__(
-        self, world_size: int, start: int, max_steps: int | None, *, shares_prefixes: bool = False
-    ) -> None:
+    def __init__(self, world_size: int, start: int, max_steps: int | None, *, shares_prefixes: bool = False) -> None:
         """start: the step after which the run continues. max_steps: None to run until stopped.
 
         shares_prefixes: the trainer that is left out would compute what samples begin with alike once.
