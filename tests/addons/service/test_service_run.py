@@ -43,7 +43,7 @@ def test_a_service_takes_the_place_of_engines_and_trainer(file: Path, tmp_path: 
     found = plan(cfg, cfg.run_dir)
     assert [spec.role for spec in found.processes] == ["orchestrator", "trainer"]
     assert not any(spec.devices for spec in found.processes)
-    assert found.batch is not None and "begin with alike" not in str(found.batch), "the service's device is not known"
+    assert found.batch is not None and "as trees" not in str(found.batch), "the service's device is not known"
     assert found.config.orchestrator.client.base_url == f"{URL}/runs/a-b/engine"
     again = RLConfig.model_validate(dump(found.config))
     assert again.trainer_config().service == found.config.service
