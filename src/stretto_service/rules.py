@@ -21,6 +21,7 @@ REFUSED = {
     "model.cp": SPREAD,
     "model.tp": SPREAD,
     "model.sequence_parallel": SPREAD,
+    "model.shared_prefixes": "[model] of the service says it; leave it out",
     "model.scratch": "the service has one model; name it as model.name",
     "weight_broadcast.interval": "the service samples with every version; leave it out",
     "colocate": "the service has the devices; leave it out",

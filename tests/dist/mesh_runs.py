@@ -155,7 +155,7 @@ def _cases() -> list[Case]:
 
 
 def _tree_cases() -> list[Case]:
-    """Samples that begin alike, computed once; on a ring each by itself. One rank computes only their prompts once."""
+    """Samples that begin alike, computed once; on a ring each by itself, as on the one rank."""
     tree, ring = {"shared_prefixes": "tree"}, {"cp": 2, "cp_style": "ring"}
     return [
         Case(2, "tree_fsdp", "branches", tree),

@@ -18,9 +18,13 @@ from stretto.transports.control import Event
 class AbsentTrainer:
     """Stands in for both wires to the trainer (ControlServer and Sender)."""
 
-    def __init__(self, world_size: int, start: int, max_steps: int | None) -> None:
-        """start: the step after which the run continues. max_steps: None to run until stopped."""
+    def __init__(self, world_size: int, start: int, max_steps: int | None, *, shares_prefixes: bool = False) -> None:
+        """start: the step after which the run continues. max_steps: None to run until stopped.
+
+        shares_prefixes: the trainer that is left out would compute what samples begin with alike once.
+        """
         self._world_size, self._start, self._max_steps = world_size, start, max_steps
+        self._shares_prefixes = shares_prefixes
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._publish(start)
 
@@ -28,7 +32,13 @@ class AbsentTrainer:
         """Registrations of all ranks, which continue where the orchestrator does."""
         resumed = self._start or None
         return [
-            Register(rank=rank, world_size=self._world_size, resumed_step=resumed, version=self._start)
+            Register(
+                rank=rank,
+                world_size=self._world_size,
+                resumed_step=resumed,
+                version=self._start,
+                shares_prefixes=self._shares_prefixes,
+            )
             for rank in range(self._world_size)
         ]
 

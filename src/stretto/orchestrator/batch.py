@@ -23,8 +23,6 @@ import numpy as np
 
 from stretto.algorithms.credit import whiten
 from stretto.base.errors import DataError
-from stretto.config.sections.model import ModelSection, why_unshared
-from stretto.data.model_file import find_model_file
 from stretto.records.alternatives import concat_alternatives
 from stretto.records.rollout import Branch, Group, Rollout
 from stretto.records.row_packing import PrefixTree, first_fit_decreasing, pack_by_prefix
@@ -245,17 +243,6 @@ def cost_of_model(model_dir: str | Path) -> Cost:
         quadratic=2.0 * layers * heads * head_dim,
         patches=2.0 * tower.get("depth", 0) * (4 * width**2 + 2 * width * inner),
     )
-
-
-def packs_prefixes(model: ModelSection, *, is_shared: bool = False) -> bool:
-    """Whether samples are packed by what they begin with, because the trainer computes that once.
-
-    is_shared: what the trainer's ranks said of it when they registered; it decides for "auto", which depends on their
-    device.
-    """
-    if model.shared_prefixes != "tree" and not (model.shared_prefixes == "auto" and is_shared):
-        return False
-    return why_unshared(model, find_model_file(model.name)) is None
 
 
 def pack(

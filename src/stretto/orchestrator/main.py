@@ -31,8 +31,10 @@ from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.algorithm import CustomAlgo, RaeAlgo
 from stretto.config.sections.curriculum import DifficultySampler
 from stretto.config.sections.distill import OpdAlgo, OpsdAlgo, SftAlgo
+from stretto.config.sections.model import shares_prefixes
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.data.hub_model import fetch, find_config
+from stretto.data.model_file import find_model_file
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.ledger import Ledger, Limits
@@ -188,7 +190,8 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     else:
         engines = await stack.enter_async_context(build_engines(cfg.client))
     if cfg.debug == "rollouts":
-        trainer: Any = AbsentTrainer(cfg.num_train_workers, start, cfg.max_steps)
+        shares = shares_prefixes(cfg.model, find_model_file(cfg.model.name), is_on_cpu=False)  # its device is not known
+        trainer: Any = AbsentTrainer(cfg.num_train_workers, start, cfg.max_steps, shares_prefixes=shares)
         return Wires(engines, trainer, trainer)
     cfg = at_all_addresses(cfg)
     control = ControlServer(

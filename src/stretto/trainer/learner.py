@@ -186,6 +186,12 @@ class Learner:
         self._updates: list[tuple[float, float]] = []
         self._has_signal, self._num_skipped = True, 0
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if what samples begin with alike is computed once, to any depth, by the critic on these ranks too."""
+        networks = [self.network] if self.critic is None else [self.network, self.critic.network]
+        return all(network.sharing == "tree" for network in networks)
+
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of a batch; all ranks must call it.
 

@@ -140,7 +140,7 @@ class Trainer:
                     world_size=self.dp,
                     resumed_step=self.resumed_step,
                     version=self.learner.step,
-                    shares_prefixes=self.learner.network.sharing == "tree",
+                    shares_prefixes=self.learner.shares_prefixes,
                 )
             )
         try:

@@ -79,8 +79,7 @@ class Updates:
         if self.critic is not None:
             self.critic.start_updates(micro_batches, num_updates)
         is_critic_only = section.critic is not None and step <= section.critic.num_critic_only_steps
-        shares = learner.network.sharing == "tree"
-        parts = parts_of_step(micro_batches, section, step, num_updates, shares_prefixes=shares)
+        parts = parts_of_step(micro_batches, section, step, num_updates, shares_prefixes=learner.shares_prefixes)
         for number, part in enumerate(parts):
             if self.critic is not None:
                 self.critic.train(part, step)

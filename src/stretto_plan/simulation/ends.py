@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from stretto.base.errors import EngineError
+from stretto.config.sections.model import shares_prefixes
+from stretto.data.model_file import find_model_file
 from stretto.envs.base import LimitReached, Message, RolloutResult, SingleTurnEnv, Split, TaskSource
-from stretto.orchestrator.batch import packs_prefixes
 from stretto.orchestrator.run.loop import PUBLISHING
 from stretto.records.control import Bye, Register, StepDone, StepMetrics, Stop, VersionReady
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
@@ -338,7 +339,8 @@ class SimulatedTrainer:
     ) -> None:
         self.costs, self.cores, self.orchestrator = costs, cores, orchestrator
         self.max_steps, self.ranks, self.scale = max_steps, ranks, scale
-        self._shares_prefixes = packs_prefixes(costs.setup.rl.model, is_shared=costs.setup.is_cpu)
+        model = costs.setup.rl.model
+        self._shares_prefixes = shares_prefixes(model, find_model_file(model.name), is_on_cpu=costs.setup.is_cpu)
         self.steps: list[SimulatedStep] = []
         self.ended = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()

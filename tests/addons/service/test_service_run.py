@@ -43,6 +43,7 @@ def test_a_service_takes_the_place_of_engines_and_trainer(file: Path, tmp_path: 
     found = plan(cfg, cfg.run_dir)
     assert [spec.role for spec in found.processes] == ["orchestrator", "trainer"]
     assert not any(spec.devices for spec in found.processes)
+    assert found.batch is not None and "as trees" not in str(found.batch), "the service's device is not known"
     assert found.config.orchestrator.client.base_url == f"{URL}/runs/a-b/engine"
     again = RLConfig.model_validate(dump(found.config))
     assert again.trainer_config().service == found.config.service
@@ -56,6 +57,7 @@ def test_a_service_takes_the_place_of_engines_and_trainer(file: Path, tmp_path: 
         (["--inference.device", "cpu"], "inference"),
         (["--orchestrator.num-train-workers", "2"], "orchestrator.num_train_workers"),
         (["--model.tp", "2"], "model.tp"),
+        (["--model.shared-prefixes", "tree"], "model.shared_prefixes"),
         (["--trainer.updates-per-step", "2"], "trainer.updates_per_step"),
         (["--trainer.epochs-per-step", "2"], "trainer.epochs_per_step"),
         (["--trainer.enable-token-export"], "trainer.enable_token_export"),

@@ -21,13 +21,12 @@ from stretto.base.status import SUPERVISED_VAR
 from stretto.check.devices import check_drafts
 from stretto.config.load import PARTS, dump, load, shown_text
 from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
-from stretto.config.sections.model import ModelSection, why_unshared
+from stretto.config.sections.model import ModelSection, shares_prefixes, why_unshared
 from stretto.data.model_file import find_model_file
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.plan import sharing_notes
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import process_table, table
-from stretto.orchestrator.batch import packs_prefixes
 from stretto.records.weight_manifest import BFLOAT16_TOLERANCE
 
 
@@ -232,12 +231,13 @@ def test_what_a_model_is_decides_whether_its_samples_are_packed_by_what_they_sha
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"} | found))
     section = ModelSection(name=str(tmp_path / "model"), shared_prefixes="tree", **keys)
-    reason = why_unshared(section, find_model_file(section.name))
-    assert packs_prefixes(section) == (word is None)
+    found = find_model_file(section.name)
+    reason = why_unshared(section, found)
+    assert shares_prefixes(section, found, is_on_cpu=False) == (word is None)
     assert reason is None if word is None else word in (reason or "")
     chosen = section.model_copy(update={"shared_prefixes": "auto"})
-    assert packs_prefixes(chosen, is_shared=True) == (word is None)
-    assert not packs_prefixes(chosen, is_shared=False), "its trainer computes each sample"
+    assert shares_prefixes(chosen, found, is_on_cpu=True) == (word is None)
+    assert not shares_prefixes(chosen, found, is_on_cpu=False), "a GPU computes each sample"
 
 
 def test_a_plan_says_whether_what_samples_begin_with_is_computed_once(config) -> None:

@@ -64,11 +64,12 @@ def test_several_of_the_longest_samples_share_a_row_that_is_longer_than_they_may
 
 
 def test_rows_are_packed_by_what_samples_share_where_the_trainer_computes_that_once(tmp_path):
-    """Prompts of 31 tokens and more, twice in each group."""
+    """Prompts of 31 tokens and more, twice in each group; what the trainer says decides, not the configuration."""
     longest = {}
-    for shares in (False, True):
+    for shares, asked in ((False, "tree"), (True, "auto")):
         trainer = FakeTrainer(max_steps=2, shares_prefixes=shares)
-        cfg = config(tmp_path / str(shares), max_steps=2, env=[{"id": ECHO, "name": "echo", "system_prompt": "x" * 24}])
+        env = [{"id": ECHO, "name": "echo", "system_prompt": "x" * 24}]
+        cfg = config(tmp_path / asked, max_steps=2, env=env, model={"name": "", "shared_prefixes": asked})
         train(cfg, FakeEngine(parrot(0.5)), trainer)
         rows = [micro for step in trainer.batches for batch in step for micro in batch.micro_batches]
         assert sum(micro.num_samples for micro in rows) == 16

@@ -277,6 +277,15 @@ def cp_style(section: ModelSection, shape: Any) -> Literal["ulysses", "ring"]:
     return "ulysses" if is_cut and not traits_of(shape.family).chooses_keys else "ring"
 
 
+def shares_prefixes(section: ModelSection, found: Any | None, *, is_on_cpu: bool) -> bool:
+    """Whether a trainer computes what samples begin with alike once, to any depth; is_on_cpu: the trainer is.
+
+    found: as in `why_unshared`.
+    """
+    is_wanted = section.shared_prefixes == "tree" or (section.shared_prefixes == "auto" and is_on_cpu)
+    return is_wanted and why_unshared(section, found) is None
+
+
 def why_unshared(section: ModelSection, found: Any | None) -> str | None:
     """Why samples are computed one by one in spite of shared_prefixes = "tree" or "auto"; None: not for such a reason.
 

@@ -27,7 +27,7 @@ from stretto.config.root import EvalConfig, RLConfig
 from stretto.config.section import Section
 from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
-from stretto.config.sections.model import dtype_on, why_unshared
+from stretto.config.sections.model import dtype_on, shares_prefixes, why_unshared
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
 from stretto.data.model_file import find_model_file
 from stretto.launch.plan.models import assign_model_gpus, role_of, started_models, with_model_ports
@@ -134,7 +134,7 @@ class LaunchPlan:
         """
         snapshots, trainers = cfg.trainer.memory_profiler_path, [s for s in processes if s.role == "trainer"]
         is_on_cpu = cfg.slurm is None and not any(spec.devices for spec in trainers)
-        is_shared = shares_prefixes(cfg, is_on_cpu=is_on_cpu and bool(trainers))
+        is_shared = _packs_prefixes(cfg, is_on_cpu=is_on_cpu and bool(trainers))
         batch = replace(batch_shape(cfg), shares_prefixes=is_shared)
         if snapshots is not None and is_on_cpu:
             raise ConfigError(
@@ -236,12 +236,11 @@ def adapter_notes(cfg: RLConfig, *, is_on_gpu: bool) -> Iterator[str]:
             )
 
 
-def shares_prefixes(cfg: RLConfig, *, is_on_cpu: bool) -> bool:
-    """Whether the trainer computes what samples begin with alike once, to any depth; is_on_cpu: the trainer is."""
-    how = cfg.model.shared_prefixes
-    if how != "tree" and not (how == "auto" and is_on_cpu and cfg.trainer.backend != "megatron"):
+def _packs_prefixes(cfg: RLConfig, *, is_on_cpu: bool) -> bool:
+    """Whether samples that begin alike stand in one row, and count once what they share; is_on_cpu: the trainer is."""
+    if cfg.trainer.backend == "megatron" or cfg.service is not None:
         return False
-    return why_unshared(cfg.model, find_model_file(cfg.model.name)) is None
+    return shares_prefixes(cfg.model, find_model_file(cfg.model.name), is_on_cpu=is_on_cpu)
 
 
 def sharing_notes(cfg: RLConfig) -> Iterator[str]:

@@ -21,7 +21,6 @@ from stretto.base.aio import task_group
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError, WireError
 from stretto.base.status import DEVICES_FREE, is_supervised, report
 from stretto.config.sections.orchestrator import EvalSection
-from stretto.orchestrator.batch import packs_prefixes
 from stretto.orchestrator.eval.best import BestKeeper, best_of
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
@@ -219,8 +218,8 @@ class Loop:
                 tasks.create_task(self.parts.engines.wait_ready(self.cfg.client.ready_timeout_s))
             tasks.create_task(self.parts.teachers.wait_ready())
             registering = tasks.create_task(self.parts.control.wait_registered())
-        is_shared = all(register.shares_prefixes for register in registering.result())
-        self._shipper.packs_prefixes = packs_prefixes(self.cfg.model, is_shared=is_shared)
+        # Not by what this process's configuration says: a row packed so is too long for ranks that compute each sample.
+        self._shipper.packs_prefixes = all(register.shares_prefixes for register in registering.result())
         for register in registering.result():
             resumed = register.resumed_step or 0
             if resumed != self.start or register.version != self.start:

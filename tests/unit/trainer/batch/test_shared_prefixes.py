@@ -207,6 +207,18 @@ def test_values_of_a_critic_are_those_of_samples_alone():
         torch.testing.assert_close(found[0][1][name], weight, atol=1e-6, rtol=1e-5)
 
 
+def test_rows_are_those_of_samples_alone_if_a_critic_computes_each_sample():
+    """It gets the policy's rows, and one that is packed by what samples share would be too long for it."""
+    said = []
+    for sharing in ("tree", "off"):
+        model = ModelSection(dtype="float32", shared_prefixes=sharing)
+        critic = Critic(with_value_head(build_policy(1)), section=CriticSection(), model=model, optim=SgdOptim(lr=1e-3))
+        learner = build_learner(build_policy(), optim=SgdOptim(lr=1e-3), critic=critic)
+        assert learner.network.sharing == "tree"
+        said.append(learner.shares_prefixes)
+    assert said == [True, False] and build_learner(build_policy(), optim=SgdOptim(lr=1e-3)).shares_prefixes
+
+
 def test_parts_of_a_step_are_packed_by_what_they_share():
     """Rows of two parts of a batch have no more tokens to compute than those of the batch."""
     mb = pack(branches(7, width=4))
