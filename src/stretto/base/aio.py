@@ -80,20 +80,21 @@ class Deadline:
     def __init__(self, when: float) -> None:
         self.when = when
         self._calls: set[Limit] = set()
-        self._timer: asyncio.TimerHandle | None = asyncio.get_running_loop().call_at(when, self._end)
+        self._timer: asyncio.TimerHandle | None = None
 
     def add(self, call: Limit) -> None:
         self._calls.add(call)
-        if self._timer is None:  # the moment is over
-            asyncio.get_running_loop().call_soon(self._end)
+        if self._timer is None:  # the first one, or one that comes after the moment or after `close`
+            self._timer = asyncio.get_running_loop().call_at(self.when, self._end)
 
     def remove(self, call: Limit) -> None:
         self._calls.discard(call)
 
     def close(self) -> None:
-        """Nobody will wait for it any more."""
-        if self._timer is not None:
+        """Nobody waits for it any more; who does nevertheless, ends at its moment."""
+        if self._timer is not None and not self._calls:
             self._timer.cancel()
+            self._timer = None
 
     def _end(self) -> None:
         self._timer, calls = None, self._calls

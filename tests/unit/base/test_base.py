@@ -412,6 +412,16 @@ async def test_a_deadline_that_is_over_ends_a_wait_at_once_and_one_that_was_left
     assert not limit.is_over
 
 
+async def test_a_wait_that_outlives_those_for_whom_a_deadline_was_made_ends_at_it():
+    deadline = aio.Deadline(asyncio.get_running_loop().time() + 0.05)
+    with aio.Limit(deadline):
+        pass
+    deadline.close()
+    with pytest.raises(TimeoutError), aio.Limit(deadline):  # as of a task that an environment leaves behind
+        deadline.close()
+        await asyncio.sleep(30)
+
+
 async def test_who_cancels_a_task_that_waits_for_a_deadline_is_not_overheard():
     async def wait() -> None:
         with aio.Limit(deadline):
