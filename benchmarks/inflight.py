@@ -1,6 +1,6 @@
 """Ten thousand rollouts in flight: how late the orchestrator's event loop runs, and what a rollout weighs.
 
-    python benchmarks/inflight.py [--quick] [--rollouts 10000] [--steps 4] [--profile]
+    python benchmarks/inflight.py [--quick] [--rollouts 10000] [--steps 4] [--delay 4 12] [--profile]
 
 The orchestrator runs as it is, over real HTTP and real wires, against a second process that plays the engine
 (it answers every request after a random delay) and the trainer. Every rollout has two turns and so a request
@@ -74,7 +74,7 @@ def play_others(args: argparse.Namespace) -> None:
     cfg = config(args.directory, ports, args)
     gc.disable()  # or it would fall silent for a second and then answer many at once
     threading.Thread(target=rollout_cost.play_trainer, args=(cfg,), daemon=True).start()
-    asyncio.run(rollout_cost.play_engine(ports["engine"], lambda rng: rng.uniform(*DELAY_S)))
+    asyncio.run(rollout_cost.play_engine(ports["engine"], lambda rng: rng.uniform(*args.delay)))
 
 
 def rss_bytes() -> int:
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=10_000, help="in flight")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--delay", type=float, nargs=2, default=DELAY_S, help="seconds until an answer, from and to")
     parser.add_argument("--profile", action="store_true", help="print where the orchestrator's time goes")
     parser.add_argument("--batch-size", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--others", help=argparse.SUPPRESS)
@@ -172,6 +173,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         cfg = config(directory, ports, args)
         sizes = [f"--rollouts={args.rollouts}", f"--group-size={args.group_size}", f"--steps={args.steps}"]
+        sizes += ["--delay", *map(str, args.delay)]
         command = [sys.executable, __file__, "--others", json.dumps(ports), "--directory", directory, *sizes]
         others = subprocess.Popen(command)
         try:

@@ -20,6 +20,8 @@ T = TypeVar("T")
 SLICE_S = 0.004
 LATE_SHARE = 1 / 128
 """By this share of its length a wait of `Deadlines` may end too late."""
+_SHORTEST_S = 1 / 64
+"""Shorter waits may be as late as those of this length."""
 
 
 def is_cancelled() -> bool:
@@ -78,20 +80,21 @@ class Deadline:
     def __init__(self, when: float) -> None:
         self.when = when
         self._calls: set[Limit] = set()
-        self._timer: asyncio.TimerHandle | None = asyncio.get_running_loop().call_at(when, self._end)
+        self._timer: asyncio.TimerHandle | None = None
 
     def add(self, call: Limit) -> None:
         self._calls.add(call)
-        if self._timer is None:  # the moment is over
-            asyncio.get_running_loop().call_soon(self._end)
+        if self._timer is None:  # the first one, or one that comes after the moment or after `close`
+            self._timer = asyncio.get_running_loop().call_at(self.when, self._end)
 
     def remove(self, call: Limit) -> None:
         self._calls.discard(call)
 
     def close(self) -> None:
-        """Nobody will wait for it any more."""
-        if self._timer is not None:
+        """Nobody waits for it any more; who does nevertheless, ends at its moment."""
+        if self._timer is not None and not self._calls:
             self._timer.cancel()
+            self._timer = None
 
     def _end(self) -> None:
         self._timer, calls = None, self._calls
@@ -103,11 +106,13 @@ class Deadline:
 class Limit(Call):
     """`with Limit(deadline):` ends with a TimeoutError if its deadline, should it have one, comes before its end."""
 
-    __slots__ = ("deadline",)
+    __slots__ = ("deadline", "when")
 
-    def __init__(self, deadline: Deadline | None) -> None:
+    def __init__(self, deadline: Deadline | None, when: float | None = None) -> None:
+        """when: the moment meant, if the deadline is one that it shares with others and comes a little later."""
         super().__init__()
         self.deadline = deadline
+        self.when = deadline.when if when is None and deadline is not None else when
 
     @property
     def is_over(self) -> bool:
@@ -138,18 +143,23 @@ class Deadlines:
     """Deadlines that many waits share: those that end at about one time have the same one."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[float, int], Deadline] = {}
+        self._known: dict[float, Deadline] = {}  # by their moments
 
-    def after(self, seconds: float) -> Deadline:
-        """The deadline that comes after this time, or up to LATE_SHARE of it later."""
-        loop = asyncio.get_running_loop()
-        grain = max(seconds * LATE_SHARE, 1e-4)
-        number = math.ceil((loop.time() + seconds) / grain)
-        if (deadline := self._known.get((grain, number))) is None:
-            now = loop.time()
-            for key in [key for key, each in self._known.items() if each.when < now]:
-                del self._known[key]
-            deadline = self._known[grain, number] = Deadline(number * grain)
+    def after(self, seconds: float) -> Limit:
+        """A limit of the running task, of this many seconds."""
+        when = asyncio.get_running_loop().time() + seconds
+        return Limit(self.at(when), when)
+
+    def at(self, when: float) -> Deadline:
+        """The deadline that comes at this moment, or later by up to LATE_SHARE of the time until then."""
+        now = asyncio.get_running_loop().time()
+        # Powers of two, so that waits of any length share what is between now and then: a few hundred at most.
+        grain = math.ldexp(LATE_SHARE, math.frexp(max(when - now, _SHORTEST_S))[1] - 1)
+        moment = math.ceil(when / grain) * grain
+        if (deadline := self._known.get(moment)) is None:
+            for each in [each for each in self._known if each < now]:
+                del self._known[each]
+            deadline = self._known[moment] = Deadline(moment)
         return deadline
 
 

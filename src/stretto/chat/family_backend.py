@@ -104,7 +104,8 @@ class PlainTurns:
 
     def __init__(self, backend: Any, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> None:
         self._backend, self._tokenizer = backend, tokenizer
-        self._stop_ids, self._marks = frozenset(stop_ids), frozenset(tokenizer.added_ids)
+        self._stop_ids = frozenset(stop_ids)
+        self._marks = self._stop_ids.union(tokenizer.added_ids)
         self._trims: dict[tuple[tuple[int, ...], int], Callable[[str], str] | None] = {}  # by tail and end token
         self._between = lru_cache(maxsize=4096)(self._find_between)
 

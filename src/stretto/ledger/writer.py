@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stretto.base.errors import ConfigError, EngineError
+from stretto.base.errors import ConfigError, EngineError, StrettoError
 from stretto.base.files import flush, flush_parents, try_lock
 from stretto.base.paths import KEPT, RunDir
 from stretto.ledger import reuse, schema, stored_images
@@ -88,6 +88,7 @@ class Ledger:
         self._running: dict[int, dict[int, _Start]] = {}  # group -> member -> its row
         self._turns: dict[tuple[int, int], Place] = {}  # unfinished member -> its newest turn
         self._unwritten: dict[int, tuple[tuple[int, int], list[Turn]]] = {}  # row -> its member, turns not written yet
+        self._timer: asyncio.TimerHandle | None = None  # until they are written
         self._next_row = self._scalar("SELECT coalesce(max(row), 0) + 1 FROM rollouts")
         self._incarnation: int = self._scalar("SELECT coalesce(max(incarnation), 0) FROM incarnations")
         self._step = self._scalar("SELECT coalesce(max(step), 0) FROM batches WHERE state != 'undone'")
@@ -98,10 +99,18 @@ class Ledger:
         self._stored_images = stored_images.hashes_in(self._db, self._segments.segment)  # in the open segment
 
     def close(self) -> None:
-        self.write_turns()
-        self._segments.close()
-        self._db.close()
-        os.close(self._lock)
+        """Write what is not written yet, and let another process write the ledger.
+
+        Raises: EngineError if the disk refuses it.
+        """
+        try:
+            self.write_turns()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._segments.close()
+            self._db.close()
+            os.close(self._lock)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -159,7 +168,7 @@ class Ledger:
         """Store a turn of a running member, for `reuse.partial_rollouts` if it is interrupted.
 
         Inside an event loop turns are written together, after TURN_COMMIT_INTERVAL_S. A process that is killed
-        meanwhile loses them, and plays them again.
+        meanwhile loses them, and plays them again. Those that the disk refuses are kept, and written with later ones.
         """
         start = self._running.get(group_id, {}).get(member)
         if start is None:
@@ -315,9 +324,8 @@ class Ledger:
             for key, each in partials.items():
                 if each.is_cut:  # stored anew without undone tokens: their versions will be other weights
                     del self._turns[key]
-                    for turn in each.rollout.turns:
-                        self._add_turn(key, each.row, turn)
-            self.write_turns()
+                    self._unwritten[each.row] = key, list(each.rollout.turns)
+            self._store_turns()
         return {key: each.rollout for key, each in partials.items()}
 
     def unfinished_draws(self) -> list[tuple[int, Task]]:
@@ -368,31 +376,41 @@ class Ledger:
             self._insert(table, *values)
 
     def _add_turn(self, key: tuple[int, int], row: int, turn: Turn) -> None:
-        if (known := self._unwritten.get(row)) is not None:
-            known[1].append(turn)
+        self._unwritten.setdefault(row, (key, []))[1].append(turn)
+        if self._timer is not None:
             return
-        self._unwritten[row] = key, [turn]
-        if len(self._unwritten) > 1:
-            return  # whoever came first has set the timer
         try:
-            asyncio.get_running_loop().call_later(TURN_COMMIT_INTERVAL_S, self.write_turns)
+            self._timer = asyncio.get_running_loop().call_later(TURN_COMMIT_INTERVAL_S, self._write_in_time)
         except RuntimeError:
             self.write_turns()
 
+    def _write_in_time(self) -> None:
+        self._timer = None
+        try:
+            self.write_turns()
+        except StrettoError as error:  # a finished group that is refused ends the run
+            logger.warning("turns of %d unfinished rollouts are not stored yet: %s", len(self._unwritten), error)
+
     def write_turns(self) -> None:
         """Write the turns that are not written yet, in one commit; those of rollouts that have ended are not needed."""
+        if self._unwritten:
+            self._store_turns()
+            if self._segments.end >= self._segment_bytes:
+                self._rotate()
+
+    def _store_turns(self) -> None:
         if not self._unwritten:
             return
         waiting = list(self._unwritten.items())
+        places: dict[tuple[int, int], Place] = {}
         for at in range(max(len(turns) for _, (_, turns) in waiting)):  # each names the place of the one before it
             late = [(key, turns[at]) for _, (key, turns) in waiting if at < len(turns)]
-            places = self._segments.append_turns([(turn, self._turns.get(key)) for key, turn in late])
-            self._turns.update(zip((key for key, _ in late), places))
+            written = self._segments.append_turns([(turn, places.get(key, self._turns.get(key))) for key, turn in late])
+            places.update(zip((key for key, _ in late), written))
         with self.transaction():
-            self._db.executemany(_UPDATE_TURN, [(*self._turns[key], row) for row, (key, _) in waiting])
+            self._db.executemany(_UPDATE_TURN, [(*places[key], row) for row, (key, _) in waiting])
+        self._turns.update(places)
         self._unwritten.clear()
-        if self._segments.end >= self._segment_bytes:
-            self._rotate()
 
     def _pop_start(self, group_id: int, member: int) -> _Start:
         """The start of a member that has ended; a new row if its start was not recorded."""

@@ -7,6 +7,7 @@ import gc
 import http.server
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -385,7 +386,7 @@ async def test_all_waits_of_a_deadline_end_at_it_and_none_after_it():
     ended: list[str] = []
 
     async def wait(name: str, seconds: float, timeout_s: float) -> None:
-        limit = aio.Limit(deadlines.after(timeout_s))
+        limit = deadlines.after(timeout_s)
         try:
             with limit:
                 await asyncio.sleep(seconds)
@@ -411,6 +412,16 @@ async def test_a_deadline_that_is_over_ends_a_wait_at_once_and_one_that_was_left
     assert not limit.is_over
 
 
+async def test_a_wait_that_outlives_those_for_whom_a_deadline_was_made_ends_at_it():
+    deadline = aio.Deadline(asyncio.get_running_loop().time() + 0.05)
+    with aio.Limit(deadline):
+        pass
+    deadline.close()
+    with pytest.raises(TimeoutError), aio.Limit(deadline):  # as of a task that an environment leaves behind
+        deadline.close()
+        await asyncio.sleep(30)
+
+
 async def test_who_cancels_a_task_that_waits_for_a_deadline_is_not_overheard():
     async def wait() -> None:
         with aio.Limit(deadline):
@@ -426,8 +437,18 @@ async def test_who_cancels_a_task_that_waits_for_a_deadline_is_not_overheard():
 
 async def test_waits_of_about_one_time_share_a_deadline():
     deadlines, loop = aio.Deadlines(), asyncio.get_running_loop()
-    first, second, short = deadlines.after(600.0), deadlines.after(600.0), deadlines.after(0.01)
+    first, second, short = (deadlines.after(seconds).deadline for seconds in (600.0, 600.0, 0.01))
     assert first is second is not short
     assert first.when - loop.time() + 0.1 >= 600 and first.when - loop.time() <= 600 * (1 + aio.LATE_SHARE)
     await asyncio.sleep(0.02)
-    assert deadlines.after(0.01) is not short and len(deadlines._known) == 2  # what is over is forgotten
+    assert deadlines.after(0.01).deadline is not short and len(deadlines._known) == 2  # what is over is forgotten
+
+
+async def test_waits_of_any_lengths_share_some_hundred_deadlines():
+    deadlines, loop = aio.Deadlines(), asyncio.get_running_loop()
+    rng = random.Random(0)
+    for _ in range(20_000):
+        when = loop.time() + rng.uniform(300, 600)
+        moment = deadlines.at(when).when
+        assert when <= moment <= when + (when - loop.time() + 0.1) * aio.LATE_SHARE
+    assert len(deadlines._known) < 3 / aio.LATE_SHARE

@@ -6,8 +6,10 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
+import ledger_runs
 import pytest
 from processes import forked
 
@@ -82,3 +84,57 @@ def test_twenty_kills_leave_a_clean_ledger_with_readable_payloads(tmp_path: Path
         for row in reader.rows("SELECT DISTINCT group_id FROM draws WHERE state = 'finished'"):
             (tokens,) = {tuple(r.branches[0].token_ids) for r in reader.group(row["group_id"]).rollouts}
             assert set(tokens) == {row["group_id"]}
+
+
+PLAYER = """
+import asyncio, os, random, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from ledger_runs import MEMBERS, Run, group, turn
+from stretto.base.paths import RunDir
+
+async def play(run_dir):
+    run, rng, live, draw = Run(run_dir, segment_bytes=100_000).begin(), random.Random(), {}, 0
+    played = os.open(run_dir.path / "played", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    print("open", flush=True)
+    while True:
+        while len(live) < 10:
+            run.start(draw)
+            live[draw] = [0] * MEMBERS
+            draw += 1
+        for _ in range(20):
+            number, member = rng.choice(list(live)), rng.randrange(MEMBERS)
+            run.ledger.turn_played(number, member, turn(live[number][member]))
+            live[number][member] += 1
+            os.write(played, f"{number} {member}\\n".encode())
+        if rng.random() < 0.1:
+            live.pop(number)
+            run.ledger.group_dropped(number, "x") if rng.random() < 0.5 else run.ledger.group_finished(group(number, 0))
+        await asyncio.sleep(0.002)
+
+asyncio.run(play(RunDir(Path(sys.argv[1]))))
+"""
+
+
+def test_after_a_kill_the_stored_turns_are_the_first_of_their_rollouts(tmp_path: Path) -> None:
+    for attempt in range(3):
+        run_dir = RunDir(tmp_path / str(attempt))
+        run_dir.path.mkdir()
+        command = [sys.executable, "-c", PLAYER, str(run_dir), str(Path(ledger_runs.__file__).parent)]
+        player = forked.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert player.stdout.readline().strip() == "open"
+        time.sleep(0.3 + 0.2 * attempt)
+        player.kill()
+        player.wait()
+        player.stdout.close()
+        assert audit(run_dir) == []
+        played = Counter((run_dir.path / "played").read_text().splitlines())
+        ledger = Ledger(run_dir)
+        ledger.rewind(0)
+        finished = {each.group_id for each in ledger.resumable(0, 0)}
+        stored = ledger.partial_rollouts(0, 0)
+        assert stored and finished.isdisjoint(draw for draw, _ in stored)
+        for (draw, member), partial in stored.items():
+            indices = [each.index for each in partial.turns]
+            assert indices == list(range(len(indices))) and len(indices) <= played[f"{draw} {member}"]
+        ledger.close()

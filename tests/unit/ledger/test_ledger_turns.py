@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import os
 import sqlite3
 
 import ledger_runs
 import msgspec
+import pytest
+from ledger_runs import Run, turn
 
+from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
-from stretto.ledger import LedgerReader
+from stretto.ledger import LedgerReader, writer
 from stretto.ledger.schema import open_for_reading, open_for_writing
 from stretto.records.rollout import ScoredTurn, TurnSpan
 
@@ -64,3 +70,56 @@ def test_a_ledger_without_the_column_is_read_and_continued(tmp_path):
         .execute("SELECT group_concat(name) FROM pragma_table_info('rollouts')")
         .fetchone()[0]
     )
+
+
+def chains_of(run: Run) -> dict[tuple[int, int], list[int]]:
+    """The numbers of the turns that are stored for each member."""
+    found = run.ledger.partial_rollouts(run.version, 0)
+    return {key: [each.index for each in partial.turns] for key, partial in found.items()}
+
+
+async def test_turns_that_the_disk_refuses_are_stored_once_it_takes_them(tmp_path, monkeypatch, caplog):
+    run = Run(RunDir(tmp_path)).begin()
+    run.start(0)
+    monkeypatch.setattr(writer, "TURN_COMMIT_INTERVAL_S", 0.01)
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", refuse)
+        for index in range(2):
+            run.ledger.turn_played(0, 0, turn(index))
+        await asyncio.sleep(0.05)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "turns of 1 unfinished rollouts are not stored yet" in said and "free some space" in said
+    run.ledger.turn_played(0, 1, turn(0))
+    run.ledger.turn_played(0, 0, turn(2))
+    await asyncio.sleep(0.05)
+    assert run.ledger._scalar("SELECT count(*) FROM rollouts WHERE segment IS NOT NULL") == 2
+    run.close()
+    run = Run(RunDir(tmp_path))
+    assert chains_of(run) == {(0, 0): [0, 1, 2], (0, 1): [0]}
+    run.close()
+
+
+def refuse(*_):
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+async def test_a_ledger_that_cannot_be_written_at_the_end_is_free_for_another_process(tmp_path, monkeypatch):
+    run = Run(RunDir(tmp_path)).begin()
+    run.start(0)
+    run.ledger.turn_played(0, 0, turn(0))
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", refuse)
+        with pytest.raises(EngineError, match="free some space"):
+            run.close()
+    Run(RunDir(tmp_path)).close()
+
+
+def test_no_segment_is_deleted_before_what_stands_in_its_place_is_committed(tmp_path, monkeypatch):
+    run = Run(RunDir(tmp_path)).begin()
+    run.start(0)
+    run.ledger.turn_played(0, 0, turn(0, spans=((0, 0, 4), (1, 4, 8)), reason="abort"))
+    run.close()
+    run = Run(RunDir(tmp_path), segment_bytes=1)
+    monkeypatch.setattr(run.ledger, "_rotate", lambda: pytest.fail("a segment ends inside a transaction"))
+    assert chains_of(run) == {(0, 0): [0]}
+    run.close()

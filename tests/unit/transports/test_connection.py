@@ -306,6 +306,18 @@ def test_other_addresses_are_left_to_aiohttp(url):
     assert target_of(url, {}) is None
 
 
+async def test_an_idle_connection_holds_no_answer():
+    async with RawServer(answer(BODY)) as server:
+        pool, target = Pool(), target_of(server.url, {})
+        assert target is not None
+        for _ in range(2):
+            assert (await pool.post(target, {}, b"abc")).body == BODY
+            [idle] = pool._open
+            assert idle.is_reusable and idle._answer is None
+        pool.close()
+    assert server.num_connections == 1
+
+
 async def test_all_addresses_of_a_name_get_connections(monkeypatch):
     asked = []
 
@@ -324,6 +336,7 @@ async def test_all_addresses_of_a_name_get_connections(monkeypatch):
 
     server = await asyncio.start_server(serve, "0.0.0.0", 0)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", addresses)
+    monkeypatch.setattr(connection, "_RACE_S", 60.0)  # else a slow machine asks the second address, too
     pool = Pool()
     target = target_of(f"http://engines:{server.sockets[0].getsockname()[1]}/", {})
     assert target is not None

@@ -15,7 +15,7 @@ from engine_runs import audit
 from http_site import KEY, MESSAGES, build_directory, open_site
 from ports import free_port
 
-from stretto.base.aio import Deadlines, Limit
+from stretto.base.aio import LATE_SHARE
 from stretto.base.errors import EngineError
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
@@ -272,13 +272,21 @@ async def test_an_engine_that_is_full_for_ever_is_given_up():
 
 async def test_waiting_at_a_full_engine_takes_no_time_of_a_request(site):
     dispatch = EngineClient([site.url], api_key="secret")._dispatch
-    with pytest.raises(TimeoutError), Limit(Deadlines().after(0.05)) as limit:
+    with pytest.raises(TimeoutError), dispatch._deadlines.after(0.05) as limit:
         await dispatch._without_limit(limit, asyncio.sleep(0.2))
         assert not limit.is_over and limit.deadline is not None
         with pytest.raises(asyncio.CancelledError):
             await asyncio.sleep(0.2)
         assert limit.is_over
         raise asyncio.CancelledError
+
+
+async def test_however_often_a_request_is_rejected_its_time_stays_the_same(site):
+    dispatch, loop = EngineClient([site.url], api_key="secret")._dispatch, asyncio.get_running_loop()
+    with dispatch._deadlines.after(600.0) as limit:
+        for _ in range(1000):
+            await dispatch._without_limit(limit, asyncio.sleep(0))
+        assert limit.deadline.when - loop.time() <= 600 * (1 + LATE_SHARE)
 
 
 async def test_log_probabilities_that_are_not_finite_are_an_error(site):

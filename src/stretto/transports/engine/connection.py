@@ -155,7 +155,7 @@ class Pool:
 
     def _keep(self, place: tuple[str, int], connection: _Connection) -> None:
         loop = asyncio.get_running_loop()
-        connection.idle_since = loop.time()
+        connection.rest(loop.time())
         self._idle[place].append(connection)
         if self._sweep is None:
             self._sweep = loop.call_later(KEEP_ALIVE_S, self._close_idle, loop)
@@ -231,7 +231,7 @@ class _Connection(asyncio.Protocol):
 
     def send(self, head: bytes, body: bytes) -> asyncio.Future[Answer]:
         """Send a request; its answer will be there."""
-        assert self._transport is not None and (self._answer is None or self._answer.done())
+        assert self._transport is not None and self._answer is None
         if not self.is_reusable:
             raise Closed("the server closed the connection at once")
         self._answer = self._loop.create_future()
@@ -241,6 +241,10 @@ class _Connection(asyncio.Protocol):
             self._transport.write(head)
             self._transport.write(body)
         return self._answer
+
+    def rest(self, now: float) -> None:
+        """It is idle from now on, and holds no answer, which may be megabytes."""
+        self.idle_since, self._answer = now, None
 
     def close(self) -> None:
         """Close the connection at once; what it has not sent yet is not sent."""

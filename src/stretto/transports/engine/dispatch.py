@@ -94,7 +94,7 @@ class Dispatch:
         Raises: EngineError; gate.Ended if it was ended before it was sent.
         """
         attempt, was_full = 0, False
-        limit = Limit(self._deadlines.after(self._timeout_s))
+        limit = self._deadlines.after(self._timeout_s)
         try:
             with limit:
                 while True:
@@ -165,11 +165,14 @@ class Dispatch:
 
     async def _without_limit(self, limit: Limit, wait: Awaitable[None]) -> None:
         """Wait; the limit's deadline moves by the time of that."""
-        assert limit.deadline is not None, "nothing else takes it away"
-        left_s = limit.deadline.when - asyncio.get_running_loop().time()
+        assert limit.when is not None
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         limit.move_to(None)
         await wait
-        limit.move_to(self._deadlines.after(max(left_s, 0.0)))
+        # From the moment that was meant: from shared deadlines, which are later, each wait would add to its time.
+        limit.when += loop.time() - began
+        limit.move_to(self._deadlines.at(limit.when))
 
     def choose(self, session_id: str | None, attempt: int) -> str:
         """The router, or an engine that is up: the session's, or the one with the fewest requests."""
