@@ -336,9 +336,8 @@ class AdaptiveConcurrency(Section):
 class SteeringSection(Section):
     """Present: the run itself chooses how many steps generation is ahead, and with it the rollouts in flight, for most
     effective tokens per second: sampled tokens per second times what they are worth, which is their effective sample
-    size to the power of ess_power. A higher level must earn
-    min_gain, so that ties go to fresher data. max_async_level is where it starts. With max_update_interval it also
-    chooses how often engines get new weights."""
+    size to the power of ess_power. A higher level must earn min_gain, so that ties go to fresher data. max_async_level
+    is where it starts. With max_update_interval it also chooses how often engines get new weights."""
 
     min_level: int = Field(1, ge=1)
     """Lowest max_async_level."""

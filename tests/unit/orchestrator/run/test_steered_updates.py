@@ -267,6 +267,28 @@ def test_updates_that_cost_nothing_are_made_each_step():
     assert set(steer(steering(), publish_s=0.01, pause_s=0.01)) == {(1, 1)}
 
 
+def test_a_first_round_sees_that_updates_are_what_the_trainer_waits_for():
+    chosen = steering()
+    chosen.start(0.0)
+    chosen.costs.pause.append(10.0)
+    chosen.add_step(1, 24.0, 100.0, {"ess/tokens": 1.0, "off_policy/mean": 0.0}, 18.0)
+    decision = chosen.add_step(2, 30.0, 100.0, {"ess/tokens": 1.0, "off_policy/mean": 1.0}, 0.0)
+    assert decision is not None and "updates cost" in decision.reason and chosen.update_interval > 1
+
+
+def test_a_level_is_told_and_weighed_as_it_is_and_not_as_its_rung():
+    """With every fourth version the rungs 4 and 6 are the levels 7 and 8: one step apart."""
+    chosen = Steering(SteeringSection(max_update_interval=4), 7, 4)
+    found, reasons = [], []
+    for step in range(1, 120):
+        speed = 100.0 if chosen.level == 7 else 95.0
+        decision = chosen.add_step(step, float(step), speed, {"ess/tokens": 1.0, "off_policy/mean": 5.0}, 0.3)
+        chosen.costs.pause.append(1.2)
+        found.append(chosen.level)
+        reasons.append("" if decision is None else decision.reason)
+    assert 8 in found and "level 8 gives -5% over level 7 and must give +4%" in reasons
+
+
 def test_updates_that_cost_the_slower_side_much_are_made_rarely():
     assert steer(steering(), publish_s=2.0)[-1] == (4, 4), "the level rises with the interval"
     assert steer(steering(), play_s=1.0, pause_s=2.0)[-1][1] == 4
