@@ -14,14 +14,14 @@ takes effect are left out; then `interval` steps are measured, and one decision 
                                              with those in flight, and none that should be below min_ess
     updates cost more than fresh tokens      the same, whatever the trainer waits for
     updates cost less than fresh tokens      to the interval at which effective tokens per second are most
-    a lower rung may be as good              there, if nothing is known of it
+    a lower rung may be as good              there, if nothing is known of it (`_may_be_as_good`)
     else                                     no change
 
 A round is as many steps as batches are in flight: in fewer, waits come in bursts. A trainer that waits for more than
-LARGE_WAIT of a round is helped after it, unless a setting has failed before. The batches of the first round of a run,
-and of the first one after the level was raised, begin together (`_burst`): the trainer waits for the first of them, and
-in a later round will wait for what playing takes longer than training all of them. That is acted on as well. An
-effective sample size below min_ess is acted on after EARLY_STEPS, also in such a round.
+LARGE_WAIT of a round is helped after it, unless a setting has failed before. The batches of a run's first round begin
+together: the trainer waits for the first of them, and in a later round will wait for what playing takes longer than
+training all of them. That is acted on as well. An effective sample size below min_ess is acted on after EARLY_STEPS,
+also in the first round.
 
 What an update costs is measured (`UpdateCosts`): seconds in which the trainer publishes, and in which engines stand
 still. The slower side has them 1/k times per step. What it is worth: tokens are (k - 1) / 2 versions older on average,
@@ -293,8 +293,9 @@ class Steering:
         waited = 1 - busy_s / window.waited_s if window.waited_s > busy_s else 0.0
         if waited <= LARGE_WAIT:
             return None
-        settled = window.ess ** min(max(self.level / window.age, 1.0), 4.0) if window.age > 0 else window.ess
-        if (more := self._more(window, settled, waited)) is not None:
+        older = min(max(self.level / window.age, 1.0), 4.0) if window.age > 0 else 1.0  # once all are of later rounds
+        window.aged *= older
+        if (more := self._more(window, window.ess**older, waited)) is not None:
             self._first = self._change(step, window, *more)
         return self._first
 
@@ -342,9 +343,9 @@ class Steering:
         """
         cfg, rung, interval = self.cfg, self._rung, self.update_interval
         updates_wait = self.costs.pause_s / interval >= waited * window.took / window.steps / 2
-        if waited <= cfg.min_wait or updates_wait:
-            if (rarer := self._best_interval(window, ess, waited)) > interval:
-                return rung, rarer, self._why_rarer(window)
+        is_hidden = waited <= cfg.min_wait or updates_wait
+        if is_hidden and (rarer := self._best_interval(window, ess, waited)) > interval:
+            return rung, rarer, self._why_rarer(window)
         if waited > cfg.min_wait and (up := self._rung_without_wait(waited, ess)) > rung:
             return up, interval, "the trainer waits"
         return None
@@ -466,8 +467,10 @@ class Steering:
         speeds = [self._speed_of((each, self.update_interval)) for each in self.rungs[: self._rung]]
         if not speeds or speeds[-1] is not None:
             return False
-        if waited <= LARGE_WAIT or any(speeds):
-            return waited <= LARGE_WAIT
+        if waited <= LARGE_WAIT:
+            return True
+        if any(speeds):
+            return False
         if (first := self._first) is None or first.level_before >= self.level:
             return True
         wanted = 1 + self.cfg.min_gain * (self.level - first.level_before)
