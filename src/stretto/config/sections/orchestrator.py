@@ -354,7 +354,8 @@ class SteeringSection(Section):
     min_wait: float = Field(0.05, ge=0, lt=1)
     """A higher level is tried if the trainer has waited for more than this share of the time."""
     effective: Literal["tokens", "rollouts"] = "tokens"
-    """Whose effective sample size counts: `ess/tokens`, or `ess/rollouts`, which falls much faster with age."""
+    """Whose effective sample size counts: `ess/tokens`, or `ess/rollouts`, which falls much faster with age, so that it
+    needs a lower min_ess."""
     ess_power: float = Field(2.0, ge=0)
     """How fast what a token teaches falls with the effective sample size. 1: as its variance alone says; 2 is what runs
     at fixed levels have shown, since weights per token do not make up for all of the way from the sampler."""
