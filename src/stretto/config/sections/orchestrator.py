@@ -347,7 +347,7 @@ class SteeringSection(Section):
     """Most steps between two versions that engines get; weight_broadcast.interval is the fewest, and where it starts.
     max_async_level rises with it. None: weight_broadcast.interval stays."""
     interval: int = Field(10, ge=2)
-    """Steps that are measured for one decision, after those in which a change takes effect."""
+    """Steps that are measured for one decision, after those in which a change takes effect; more than the level."""
     min_gain: float = Field(0.04, gt=0)
     """How much more effective tokens per second a level must give than the one below it, per step of it; the same for
     steps between two versions."""

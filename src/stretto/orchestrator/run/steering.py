@@ -3,7 +3,8 @@
 The key is [orchestrator.steering]. Levels are the rungs of a ladder: 1, 2, 3, 4, 6, 8, 12, 16 and so on, between
 the bounds. If engines get a version after k more steps than weight_broadcast.interval has, the level is k above the
 rung, up to max_level, so that generation overlaps with training as much as before. After a change the steps in which it
-takes effect are left out; then `interval` steps are measured, and one decision is made, earlier if it is plain:
+takes effect are left out; then `interval` steps are measured, a round at least, and one decision is made, earlier if it
+is plain:
 
     effective sample size below min_ess      down to where it should be above, if its logarithm grows with the level
     the interval does not earn its gain      a lower one; tried again after `retry` decisions, then twice as many
@@ -262,10 +263,14 @@ class Steering:
         """Is the measurement over? Early if tokens are worth too little, or the trainer mostly waits."""
         if window.steps % self.update_interval or window.took <= 0:
             return False
-        if window.steps >= self.cfg.interval or self._is_worth_too_little(window):
+        in_round = self.level + 1
+        if window.steps >= max(self.cfg.interval, in_round) or self._is_worth_too_little(window):
             return True
-        is_round = window.steps >= max(self.level + 1, EARLY_STEPS)
-        return is_round and window.waited_s > LARGE_WAIT * window.took and self._may_help_early()
+        return (
+            window.steps >= max(in_round, EARLY_STEPS)
+            and window.waited_s > LARGE_WAIT * window.took
+            and self._may_help_early()
+        )
 
     def _is_worth_too_little(self, window: Window) -> bool:
         """Are the latest EARLY_STEPS all worth too little, and the others as a rule?"""
