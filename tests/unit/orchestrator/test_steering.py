@@ -184,16 +184,6 @@ def test_tokens_that_are_worth_too_little_are_seen_in_four_steps():
         assert levels[changed - 1] == 2  # 0.55 ** (3 / 4) is below 0.7, and 0.55 ** (2 / 4) above it
 
 
-def test_batches_of_which_one_token_takes_all_the_worth_lower_no_level():
-    """One in five has a token whose ratio is so large that the effective sample size is that of a few."""
-    steering, rng = Steering(SteeringSection(), 4), random.Random(1)
-    for step in range(1, 200):
-        ess = 0.05 if rng.random() < 0.2 else 0.85
-        metrics = {"ess/tokens": ess, "off_policy/mean": float(steering.level)}
-        decision = steering.add_step(step, float(step), 100.0 * steering.level, metrics, 0.3)
-        assert decision is None or "min_ess" not in decision.reason
-
-
 def test_what_a_token_is_worth_follows_from_the_power():
     """From 1 to 2 the rate grows by half, and the effective sample size falls from 0.9 to 0.75."""
 

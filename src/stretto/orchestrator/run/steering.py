@@ -21,8 +21,8 @@ is plain:
 A round is as many steps as batches are in flight: in fewer, waits come in bursts. A trainer that waits for more than
 LARGE_WAIT of a round is helped after it, unless a setting has failed before. The batches of a run's first round begin
 together: the trainer waits for the first of them, and in a later round will wait for what playing takes longer than
-training all of them. That is acted on as well. EARLY_STEPS in a row whose effective sample size is below min_ess
-are acted on at once, also in the first round.
+training all of them. That is acted on as well. An effective sample size below min_ess is acted on after EARLY_STEPS,
+also in the first round.
 
 What an update costs is measured (`UpdateCosts`): seconds in which the trainer publishes, and in which engines stand
 still. The slower side has them 1/k times per step. What it is worth: tokens are (k - 1) / 2 versions older on average,
@@ -105,18 +105,24 @@ class Window:
     ended: float
     steps: float = 0.0
     tokens: float = 0.0
-    sizes: list[float] = field(default_factory=list)
-    """The effective sample size of each step."""
+    effective: float = 0.0
+    """Tokens times their worth."""
+    fresh: float = 0.0
+    """Tokens times their effective sample size."""
     waited_s: float = 0.0
     aged: float = 0.0
     """Tokens times their mean age in versions."""
     squares: float = 0.0
     """The seconds of each step, squared."""
 
-    def add(self, now: float, tokens: float, ess: float, age: float, waited_s: float) -> None:
-        """Add a step."""
-        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
-        self.sizes.append(ess)
+    def add(self, now: float, tokens: float, ess: float, age: float, waited_s: float, power: float) -> None:
+        """Add a step; a token is worth ess ** power."""
+        self.steps, self.tokens, self.effective = (
+            self.steps + 1,
+            self.tokens + tokens,
+            self.effective + tokens * ess**power,
+        )
+        self.fresh = self.fresh + tokens * ess
         self.aged, self.waited_s = self.aged + tokens * age, self.waited_s + waited_s
         self.squares, self.ended = self.squares + (now - self.ended) ** 2, now
 
@@ -127,8 +133,8 @@ class Window:
 
     @property
     def ess(self) -> float:
-        """Effective sample size of a step: the median, since one token with a large ratio takes all of its batch's."""
-        return statistics.median(self.sizes)
+        """Effective sample size of all tokens."""
+        return self.fresh / max(self.tokens, 1.0)
 
     @property
     def age(self) -> float:
@@ -148,10 +154,10 @@ class Speed:
     at: int = 0
     """The decision of the latest measurement."""
 
-    def add(self, window: Window, effective: float, at: int) -> None:
+    def add(self, window: Window, at: int) -> None:
         """Add a measurement."""
         kept = 1.0 if self.num < MOST_WEIGHT else 1 - 1 / MOST_WEIGHT
-        self.effective = kept * self.effective + effective
+        self.effective = kept * self.effective + window.effective
         self.seconds = kept * self.seconds + window.ended - window.began
         self.steps = kept * self.steps + window.steps
         self.squares = kept * self.squares + window.squares
@@ -244,7 +250,7 @@ class Steering:
             decision = self._in_first_round(step, now, tokens, metrics, waited_s)
         else:
             age = metrics.get(AGE, float(self.level))
-            self._window.add(now, tokens, self._ess_of(metrics), age, waited_s)
+            self._window.add(now, tokens, self._ess_of(metrics), age, waited_s, self.cfg.ess_power)
             decision = self._decide(step, self._window) if self._is_long_enough(self._window) else None
         if decision is not None:
             self._window = Window(now, now)
@@ -254,10 +260,6 @@ class Steering:
 
     def _ess_of(self, metrics: Mapping[str, float]) -> float:
         return min(max(metrics.get(f"ess/{self.cfg.effective}", 1.0), 0.0), 1.0)
-
-    def _worth(self, window: Window) -> float:
-        """Effective tokens."""
-        return float(window.tokens * window.ess**self.cfg.ess_power)
 
     def _is_long_enough(self, window: Window) -> bool:
         """Is the measurement over? Early if tokens are worth too little, or the trainer mostly waits."""
@@ -273,10 +275,8 @@ class Steering:
         )
 
     def _is_worth_too_little(self, window: Window) -> bool:
-        """Are the latest EARLY_STEPS all worth too little, and the others as a rule?"""
         is_lowest = self._rung == 0 and self.update_interval == self._least_interval
-        highest = max(window.ess, *window.sizes[-EARLY_STEPS:])
-        return window.steps >= EARLY_STEPS and highest < self.cfg.min_ess and not is_lowest
+        return window.steps >= EARLY_STEPS and window.ess < self.cfg.min_ess and not is_lowest
 
     def _may_help_early(self) -> bool:
         return not self._failures and self._rung < self._top(self.update_interval)
@@ -289,7 +289,7 @@ class Steering:
         """
         if (window := self._first_round) is None:
             return None
-        window.add(now, tokens, self._ess_of(metrics), metrics.get(AGE, 0.0), waited_s)
+        window.add(now, tokens, self._ess_of(metrics), metrics.get(AGE, 0.0), waited_s, self.cfg.ess_power)
         if window.took > 0 and self._is_worth_too_little(window):
             return self._change(step, window, *self._down_by_ess(window.ess))
         if self._left_out > 0:
@@ -310,7 +310,7 @@ class Steering:
         known = self._speeds.get(setting)
         if known is None or self._is_forgotten(known):
             known = self._speeds[setting] = Speed()
-        known.add(window, self._worth(window), self._num_decisions)
+        known.add(window, self._num_decisions)
         waited = min(window.waited_s / window.took, 1.0)
         return self._change(step, window, *self._next(window, window.ess, waited))
 
@@ -319,7 +319,7 @@ class Steering:
         before, interval_before = self.level, self.update_interval
         self.update_interval, self._rung = interval, min(rung, self._top(interval))
         return Decision(
-            step, before, self.level, self._worth(window) / window.took, window.ess,
+            step, before, self.level, window.effective / window.took, window.ess,
             min(window.waited_s / window.took, 1.0), reason, interval_before, interval,
             self.costs.publish_s, self.costs.pause_s,
         )  # fmt: skip
