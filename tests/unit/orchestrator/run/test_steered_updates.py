@@ -152,12 +152,12 @@ def test_each_decision_is_a_row_and_the_versions_that_engines_get_follow_it(tmp_
 )
 def test_a_steered_run_goes_on_from_any_phase_with_its_interval(tmp_path, kind, seconds):
     settings = TASKS["engines stand still"] | {
-        "steering": {"max_update_interval": 4, "interval": 3}, "steps": 40, "checkpoint_every": 2,
+        "steering": {"max_update_interval": 4, "interval": 3}, "steps": 60, "checkpoint_every": 2,
     }  # fmt: skip
     cfg, engine, trainer = ends(tmp_path, 5, 1, **settings)
     run_once(cfg, engine, trainer, CharRenderer(), **{kind: seconds})
     step = cfg.run_dir.latest_complete_checkpoint()
-    assert step is not None and 0 < step < 40
+    assert step is not None and 0 < step < 60
     before = decisions(cfg.run_dir)
     rows = [row for row in before if row["step"] <= step]  # what was decided later is taken back
     if kind == "stop_at":
@@ -165,7 +165,7 @@ def test_a_steered_run_goes_on_from_any_phase_with_its_interval(tmp_path, kind, 
     resumed, engine, trainer = ends(tmp_path, 6, 1, **settings, start=step, resume={})
     hold = []
     loop = train(resumed, engine, trainer, hold=hold)
-    assert loop.progress.step == 40 and sent(cfg.run_dir)[-1] == 40
+    assert loop.progress.step == 60 and sent(cfg.run_dir)[-1] == 60
     if rows:
         [after, *_] = decisions(cfg.run_dir)[len(before) :]
         assert after["update_interval_before"] == rows[-1]["update_interval"]
