@@ -125,8 +125,8 @@ progress/rollouts | rollouts | Trained since the run began.
 progress/tokens | tokens | Sampled tokens trained since the run began.
 steering/level | steps | `max_async_level` of the moment, with `[orchestrator.steering]`.
 steering/update_interval | steps | Steps between two versions that engines get, with `[orchestrator.steering]`.
-steering/effective_tokens_per_s | tokens/s | What it is steered by: sampled tokens per second times effective sample
-    size, over the steps of a decision.
+steering/effective_tokens_per_s | tokens/s | What it is steered by: sampled tokens per second times what they are
+    worth, their effective sample size to the power of `ess_power`, over the steps of a decision.
 concurrency/limit | rollouts | Most rollouts in flight, with `concurrency.type = "adaptive"`.
 canary/error | nats | Mean difference between the log-probabilities of trainer and engine on fixed tokens, at
     the latest check. | Above `canary_tolerance` the run ends: a wrong weight update.

@@ -12,6 +12,8 @@ import time
 import pytest
 
 from stretto.cli import main
+from stretto_bench import hardware
+from stretto_plan.costs import Costs
 from stretto_plan.shapes import KNOWN
 
 pytest.importorskip("stretto_prime")  # whose words these examples are written in
@@ -99,6 +101,17 @@ def test_a_plan_that_is_ended_leaves_no_directory(tmp_path) -> None:
 # -- budgets and steering --
 
 
+@pytest.fixture
+def known_cpu(monkeypatch):
+    """A CPU of a given speed: the one of this machine is measured, and a busy machine has another plan."""
+    monkeypatch.setattr(hardware, "_products", lambda: 5e10)
+    monkeypatch.setattr(hardware, "_copies", lambda: 1e10)
+    monkeypatch.setattr(Costs, "cores", 2.0)
+    hardware.this_cpu.cache_clear()
+    yield
+    hardware.this_cpu.cache_clear()
+
+
 def planned(capsys, *words: str) -> dict:
     given = ["--gpu", "CPU", "--no-propose", "--simulated-steps", "8", "--prompt-tokens", "20", "--json"]
     assert main(["plan", "examples/qwen3_0.6b/rl.toml", *given, *words]) == 0
@@ -106,7 +119,7 @@ def planned(capsys, *words: str) -> dict:
 
 
 @pytest.mark.heavy
-def test_a_plan_says_at_which_step_a_budget_ends(capsys) -> None:
+def test_a_plan_says_at_which_step_a_budget_ends(known_cpu, capsys) -> None:
     words = ["--budget.max-hours", "10", "--budget.max-tokens", "1000000", "--budget.prices.hour", "2"]
     found = planned(capsys, *words, "--budget.max-cost", "10")
     step_h = found["time"]["step_s"] / 3600
@@ -118,9 +131,8 @@ def test_a_plan_says_at_which_step_a_budget_ends(capsys) -> None:
 
 
 @pytest.mark.heavy
-def test_a_plan_says_where_steering_settles(capsys) -> None:
+def test_a_plan_says_where_steering_settles(known_cpu, capsys) -> None:
     steered = ["--orchestrator.max-async-level", "1", "--orchestrator.steering.max-level", "4"]
-    # The speed of an H100 is known; the one of a CPU is measured, so that a busy machine has another plan.
     slow = ["--gpu", "H100", "--turn-wait-s", "60:0.5", "--turns", "2", "--simulated-steps", "20"]
     steered += ["--orchestrator.batch-size", "64"]
     found = planned(capsys, *slow, *steered)
@@ -134,10 +146,10 @@ def test_a_plan_says_where_steering_settles(capsys) -> None:
 
 
 @pytest.mark.heavy
-def test_a_plan_says_how_often_engines_get_weights(tmp_path, capsys) -> None:
+def test_a_plan_says_how_often_engines_get_weights(known_cpu, tmp_path, capsys) -> None:
     """Publishing takes longer than training, so fewer versions save much of the time."""
     costs = {"decode": [[1.0, 1e-5], [2.0, 1e-5]], "train": [[1.0, 0.5], [2.0, 0.5]], "load_s": 0.1, "publish_s": 4.0}
-    costs |= dict.fromkeys(("request_s", "rollout_s", "turn_s", "step_s"), 1e-4)  # else measured on a busy machine
+    costs |= dict.fromkeys(("request_s", "rollout_s", "turn_s", "step_s"), 1e-4)
     (tmp_path / "measured.json").write_text(json.dumps(costs))
     words = ["--measured", str(tmp_path / "measured.json"), "--orchestrator.steering.max-level", "6"]
     words += ["--orchestrator.max-async-level", "1", "--orchestrator.batch-size", "64", "--reply-tokens", "50"]

@@ -135,8 +135,8 @@ def first_round(steering, *, play_s, train_s, ess=lambda age: 1.0):
 def test_a_first_round_that_plays_for_long_is_enough():
     steering = Steering(SteeringSection(), 1)
     decision = first_round(steering, play_s=20.0, train_s=1.0)
-    assert decision is not None and decision.step == 2 and steering.level == 4, "four times the level, at most"
-    assert decision.effective_tokens_per_s == pytest.approx(200 / 22) and "plays for long" in decision.reason
+    assert decision is not None and decision.step == 2 and steering.level == 8
+    assert decision.effective_tokens_per_s == pytest.approx(200 / 22) and decision.reason == "the trainer waits"
     steering = Steering(SteeringSection(), 1)
     first_round(steering, play_s=4.0, train_s=1.0)
     assert steering.level == 3, "where it would not wait: (1 + 1) / (1 - 1/2) - 1"
@@ -154,27 +154,34 @@ def test_a_first_round_reaches_no_level_whose_tokens_should_be_too_old():
     assert steering.level == 3  # 0.51 at age 3
 
 
-def test_a_raise_that_has_not_helped_is_not_followed_by_another():
-    """Engines are what the trainer waits for: a round of n batches takes n times as long."""
-    helped, not_helped = (Steering(SteeringSection(max_level=16), 1) for _ in range(2))
-    for steering, round_s in ((helped, lambda num: 60.0), (not_helped, lambda num: 30.0 * num)):
+def test_a_raise_that_has_not_helped_is_looked_at_again_though_the_trainer_waits():
+    """Engines are what it waits for: a round of n batches takes n times as long."""
+    levels = {"helped": set(), "not helped": set()}
+    for name, round_s in (("helped", lambda num: 60.0), ("not helped", lambda num: 30.0 * num)):
+        steering = Steering(SteeringSection(interval=9), 1)
         first_round(steering, play_s=60.0, train_s=1.0)
-        assert steering.level == 4
-        now = 62.0
-        for step in range(3, 8):
-            waited = round_s(5) if step == 3 else 0.0
+        now, next_round = 62.0, 3
+        for step in range(3, 160):
+            waited = 0.0
+            if step == next_round:
+                waited, next_round = round_s(steering.level + 1), step + steering.level + 1
             now += 1.0 + waited
-            steering.add_step(step, now, 100.0, {"ess/tokens": 1.0, "off_policy/mean": 4.0}, waited)
-    assert helped.level == 16 and not_helped.level == 4
+            steering.add_step(step, now, 100.0, {"ess/tokens": 1.0, "off_policy/mean": steering.level}, waited)
+            levels[name].add(steering.level)
+    assert levels == {"helped": {8}, "not helped": {8, 6}}
 
 
-def test_tokens_that_are_worth_too_little_after_a_raise_are_seen_in_four_steps():
-    steering, levels = Steering(SteeringSection(), 1), []
-    first_round(steering, play_s=60.0, train_s=1.0)
-    for step in range(3, 7):
-        steering.add_step(step, 60.0 + step, 100.0, {"ess/tokens": 0.55 + 0.01 * (step % 2)}, 0.0)
-        levels.append(steering.level)
-    assert levels == [4, 4, 4, 2]  # 0.55 ** (3 / 4) is below 0.7, and 0.55 ** (2 / 4) above it
+def test_tokens_that_are_worth_too_little_are_seen_in_four_steps():
+    for is_first in (True, False):
+        steering, levels = Steering(SteeringSection(), 4), []
+        if is_first:
+            steering.start(0.0)
+        for step in range(1, 10):
+            steering.add_step(step, float(step), 100.0, {"ess/tokens": 0.55}, 0.0)
+            levels.append(steering.level)
+        changed = 4 if is_first else 9  # five steps are left out before
+        assert levels[: changed - 1] == [4] * (changed - 1)
+        assert levels[changed - 1] == 2  # 0.55 ** (3 / 4) is below 0.7, and 0.55 ** (2 / 4) above it
 
 
 def test_what_a_token_is_worth_follows_from_the_power():

@@ -336,9 +336,8 @@ class AdaptiveConcurrency(Section):
 class SteeringSection(Section):
     """Present: the run itself chooses how many steps generation is ahead, and with it the rollouts in flight, for most
     effective tokens per second: sampled tokens per second times what they are worth, which is their effective sample
-    size to the power of ess_power. A higher level must earn
-    min_gain, so that ties go to fresher data. max_async_level is where it starts. With max_update_interval it also
-    chooses how often engines get new weights."""
+    size to the power of ess_power. A higher level must earn min_gain, so that ties go to fresher data. max_async_level
+    is where it starts. With max_update_interval it also chooses how often engines get new weights."""
 
     min_level: int = Field(1, ge=1)
     """Lowest max_async_level."""
@@ -348,14 +347,15 @@ class SteeringSection(Section):
     """Most steps between two versions that engines get; weight_broadcast.interval is the fewest, and where it starts.
     max_async_level rises with it. None: weight_broadcast.interval stays."""
     interval: int = Field(10, ge=2)
-    """Steps that are measured for one decision, after those in which a change takes effect."""
+    """Steps that are measured for one decision, after those in which a change takes effect; more than the level."""
     min_gain: float = Field(0.04, gt=0)
     """How much more effective tokens per second a level must give than the one below it, per step of it; the same for
     steps between two versions."""
     min_wait: float = Field(0.05, ge=0, lt=1)
     """A higher level is tried if the trainer has waited for more than this share of the time."""
     effective: Literal["tokens", "rollouts"] = "tokens"
-    """Whose effective sample size counts: `ess/tokens`, or `ess/rollouts`, which falls much faster with age."""
+    """Whose effective sample size counts: `ess/tokens`, or `ess/rollouts`, which falls much faster with age, so that it
+    needs a lower min_ess."""
     ess_power: float = Field(2.0, ge=0)
     """How fast what a token teaches falls with the effective sample size. 1: as its variance alone says; 2 is what runs
     at fixed levels have shown, since weights per token do not make up for all of the way from the sampler."""

@@ -3,7 +3,8 @@
 The key is [orchestrator.steering]. Levels are the rungs of a ladder: 1, 2, 3, 4, 6, 8, 12, 16 and so on, between
 the bounds. If engines get a version after k more steps than weight_broadcast.interval has, the level is k above the
 rung, up to max_level, so that generation overlaps with training as much as before. After a change the steps in which it
-takes effect are left out; then `interval` steps are measured, and one decision is made, earlier if it is plain:
+takes effect are left out; then `interval` steps are measured, a round at least, and one decision is made, earlier if it
+is plain:
 
     effective sample size below min_ess      down to where it should be above, if its logarithm grows with the level
     the interval does not earn its gain      a lower one; tried again after `retry` decisions, then twice as many
@@ -14,15 +15,14 @@ takes effect are left out; then `interval` steps are measured, and one decision 
                                              with those in flight, and none that should be below min_ess
     updates cost more than fresh tokens      the same, whatever the trainer waits for
     updates cost less than fresh tokens      to the interval at which effective tokens per second are most
-    a lower rung may be as good              there, if nothing is known of it
+    a lower rung may be as good              there, if nothing is known of it (`_may_be_as_good`)
     else                                     no change
 
 A round is as many steps as batches are in flight: in fewer, waits come in bursts. A trainer that waits for more than
-LARGE_WAIT of a round is helped after it. The batches of the first round of a run, and of the first one after the level
-was raised, begin together (`_burst`): the trainer waits for the first of them, and in a later round will wait for what
-playing takes longer than training all of them. That is acted on as well, by FIRST_LEAP times the level at most, because
-how fast tokens age is hardly known by then. An effective sample size that is below min_ess by two standard errors is
-acted on after EARLY_STEPS, also in such a round. A trainer is not helped early once a setting has failed.
+LARGE_WAIT of a round is helped after it, unless a setting has failed before. The batches of a run's first round begin
+together: the trainer waits for the first of them, and in a later round will wait for what playing takes longer than
+training all of them. That is acted on as well. An effective sample size below min_ess is acted on after EARLY_STEPS,
+also in the first round.
 
 What an update costs is measured (`UpdateCosts`): seconds in which the trainer publishes, and in which engines stand
 still. The slower side has them 1/k times per step. What it is worth: tokens are (k - 1) / 2 versions older on average,
@@ -50,7 +50,6 @@ EVENT = "steering"
 MEMORY = 24  # decisions after which what was measured of a level is forgotten
 MOST_WEIGHT = 6  # measurements of a level that count; of more the older ones fade
 LARGE_WAIT = 1 / 3
-FIRST_LEAP = 4
 EARLY_STEPS = 4
 NUM_UPDATES = 9  # the latest updates whose median cost counts
 LEAST_GAIN = -0.999_999  # of an interval whose tokens would be worth nothing
@@ -115,8 +114,6 @@ class Window:
     """Tokens times their mean age in versions."""
     squares: float = 0.0
     """The seconds of each step, squared."""
-    latest: deque[float] = field(default_factory=lambda: deque(maxlen=EARLY_STEPS))
-    """Effective sample sizes."""
 
     def add(self, now: float, tokens: float, ess: float, age: float, waited_s: float, power: float) -> None:
         """Add a step; a token is worth ess ** power."""
@@ -126,7 +123,6 @@ class Window:
             self.effective + tokens * ess**power,
         )
         self.fresh = self.fresh + tokens * ess
-        self.latest.append(ess)
         self.aged, self.waited_s = self.aged + tokens * age, self.waited_s + waited_s
         self.squares, self.ended = self.squares + (now - self.ended) ** 2, now
 
@@ -144,12 +140,6 @@ class Window:
     def age(self) -> float:
         """Mean age of all tokens, in versions."""
         return self.aged / max(self.tokens, 1.0)
-
-    @property
-    def most_ess(self) -> float:
-        """The mean effective sample size of the latest EARLY_STEPS steps, and two standard errors more."""
-        error = statistics.stdev(self.latest) / math.sqrt(len(self.latest)) if len(self.latest) > 1 else math.inf
-        return statistics.fmean(self.latest) + 2 * error
 
 
 @dataclass
@@ -227,8 +217,8 @@ class Steering:
         self._blocked_until: dict[Setting, int] = {}  # the decision
         self._left_out = self.level + 1  # steps until a change has taken effect
         self._window: Window | None = None
-        self._burst_speeds: dict[int, float] = {}  # by level: effective tokens per second
-        self._burst: Window | None = None  # the steps that are left out, if their batches begin together
+        self._first_round: Window | None = None
+        self._first: Decision | None = None  # the one at the end of the first round
 
     @property
     def level(self) -> int:
@@ -244,7 +234,7 @@ class Steering:
 
     def start(self, now: float) -> None:
         """Rollouts begin. Without this call the first round says nothing."""
-        self._burst = Window(now, now)
+        self._first_round = Window(now, now)
 
     def add_step(
         self, step: int, now: float, tokens: float, metrics: Mapping[str, float], waited_s: float
@@ -254,11 +244,10 @@ class Steering:
         now: seconds of any clock; waited_s: how long the trainer had no batch before this one. metrics: with the
         effective sample size and the mean age of tokens.
         """
-        rung = self._rung
         if self._left_out > 0 or self._window is None:
             self._left_out -= 1
             self._window = Window(now, now)
-            decision = self._after_burst(step, now, tokens, metrics, waited_s)
+            decision = self._in_first_round(step, now, tokens, metrics, waited_s)
         else:
             age = metrics.get(AGE, float(self.level))
             self._window.add(now, tokens, self._ess_of(metrics), age, waited_s, self.cfg.ess_power)
@@ -266,8 +255,7 @@ class Steering:
         if decision is not None:
             self._window = Window(now, now)
             if decision.is_change:
-                self._left_out = max(decision.level, decision.level_before) + 1
-                self._burst = Window(now, now) if self._rung > rung else None
+                self._left_out, self._first_round = max(decision.level, decision.level_before) + 1, None
         return decision
 
     def _ess_of(self, metrics: Mapping[str, float]) -> float:
@@ -277,47 +265,44 @@ class Steering:
         """Is the measurement over? Early if tokens are worth too little, or the trainer mostly waits."""
         if window.steps % self.update_interval or window.took <= 0:
             return False
-        if window.steps >= self.cfg.interval or self._is_worth_too_little(window):
+        in_round = self.level + 1
+        if window.steps >= max(self.cfg.interval, in_round) or self._is_worth_too_little(window):
             return True
-        is_round = window.steps >= max(self.level + 1, EARLY_STEPS)
-        return is_round and window.waited_s > LARGE_WAIT * window.took and self._may_help_early()
+        return (
+            window.steps >= max(in_round, EARLY_STEPS)
+            and window.waited_s > LARGE_WAIT * window.took
+            and self._may_help_early()
+        )
 
     def _is_worth_too_little(self, window: Window) -> bool:
         is_lowest = self._rung == 0 and self.update_interval == self._least_interval
-        return window.steps >= EARLY_STEPS and window.most_ess < self.cfg.min_ess and not is_lowest
+        return window.steps >= EARLY_STEPS and window.ess < self.cfg.min_ess and not is_lowest
 
     def _may_help_early(self) -> bool:
         return not self._failures and self._rung < self._top(self.update_interval)
 
-    def _after_burst(
+    def _in_first_round(
         self, step: int, now: float, tokens: float, metrics: Mapping[str, float], waited_s: float
     ) -> Decision | None:
-        """A step whose batch began together with others: down as soon as tokens are worth too little; up at the end of
-        their round if the trainer will plainly wait, not for engines as the last raise has shown. None if neither.
+        """A step of the first round: less ahead as soon as tokens are worth too little; more at its end if the trainer
+        will plainly wait. None if neither.
         """
-        window = self._burst
-        if window is None:
+        if (window := self._first_round) is None:
             return None
         window.add(now, tokens, self._ess_of(metrics), metrics.get(AGE, 0.0), waited_s, self.cfg.ess_power)
-        before, ess = self.level, window.ess
-        if self._is_worth_too_little(window):
-            rung, interval, reason = self._down_by_ess(statistics.fmean(window.latest))
-        elif self._left_out > 0 or not self._may_help_early():
+        if window.took > 0 and self._is_worth_too_little(window):
+            return self._change(step, window, *self._down_by_ess(window.ess))
+        if self._left_out > 0:
             return None
-        else:
-            self._burst, busy = None, window.took - window.waited_s
-            waited = 1 - busy / window.waited_s if window.waited_s > busy else 0.0
-            speed = window.effective / max(window.took, 1e-9)
-            has_helped = self._has_helped(speed) is not False
-            self._burst_speeds[before] = speed
-            if waited <= LARGE_WAIT or not has_helped:
-                return None
-            settled = ess ** min(max(before / window.age, 1.0), 4.0) if window.age > 0 else ess
-            rung, interval = self._rung_without_wait(waited, settled), self.update_interval
-            reason = "a round plays for long"
-            while rung > self._rung and self._level_at(rung, interval) > FIRST_LEAP * before:
-                rung -= 1
-        return self._change(step, window, rung, interval, reason)
+        self._first_round, busy_s = None, window.took - window.waited_s
+        waited = 1 - busy_s / window.waited_s if window.waited_s > busy_s else 0.0
+        if waited <= LARGE_WAIT:
+            return None
+        older = min(max(self.level / window.age, 1.0), 4.0) if window.age > 0 else 1.0  # once all are of later rounds
+        window.aged *= older
+        if (more := self._more(window, window.ess**older, waited)) is not None:
+            self._first = self._change(step, window, *more)
+        return self._first
 
     def _decide(self, step: int, window: Window) -> Decision:
         self._num_decisions += 1
@@ -327,8 +312,7 @@ class Steering:
             known = self._speeds[setting] = Speed()
         known.add(window, self._num_decisions)
         waited = min(window.waited_s / window.took, 1.0)
-        ess = statistics.fmean(window.latest) if self._is_worth_too_little(window) else window.ess
-        return self._change(step, window, *self._next(window, ess, waited))
+        return self._change(step, window, *self._next(window, window.ess, waited))
 
     def _change(self, step: int, window: Window, rung: int, interval: int, reason: str) -> Decision:
         """The decision for a rung and an interval, which are the current ones from now on."""
@@ -345,22 +329,31 @@ class Steering:
         cfg, rung, interval = self.cfg, self._rung, self.update_interval
         if ess < cfg.min_ess:
             return self._down_by_ess(ess)
-        if (known := self._known_below(rung, interval)) is not None:
-            return known
-        updates_wait = self.costs.pause_s / interval >= waited * (window.ended - window.began) / window.steps / 2
-        is_hidden = waited <= cfg.min_wait or updates_wait
-        if is_hidden and (rarer := self._best_interval(window, ess, waited)) > interval:
-            return rung, rarer, self._why_rarer(window)
-        if waited > cfg.min_wait and (up := self._rung_without_wait(waited, ess)) > rung:
-            return up, interval, "the trainer waits"
+        if (less := self._known_below(rung, interval)) is not None:
+            return less
+        if (more := self._more(window, ess, waited)) is not None:
+            return more
         best = self._best_interval(window, ess, waited)
         if best > interval:
             return rung, best, self._why_rarer(window)
         if best < interval:
             return rung, best, "updates cost less than fresh tokens are worth"
-        if (lower := self._may_be_as_good(waited, ess)) is not None:
-            return lower, interval, "is a lower level as good?"
+        if self._may_be_as_good(waited):
+            return rung - 1, interval, "is a lower level as good?"
         return rung, interval, "no other level is known to be better"
+
+    def _more(self, window: Window, ess: float, waited: float) -> tuple[int, int, str] | None:
+        """What a trainer that waits needs: rarer updates, if those are what it waits for, else a higher rung. None if
+        neither should give more. Rarer updates are as good for one that never waits.
+        """
+        cfg, rung, interval = self.cfg, self._rung, self.update_interval
+        updates_wait = self.costs.pause_s / interval >= waited * window.took / window.steps / 2
+        is_hidden = waited <= cfg.min_wait or updates_wait
+        if is_hidden and (rarer := self._best_interval(window, ess, waited)) > interval:
+            return rung, rarer, self._why_rarer(window)
+        if waited > cfg.min_wait and (up := self._rung_without_wait(waited, ess)) > rung:
+            return up, interval, "the trainer waits"
+        return None
 
     def _down_by_ess(self, ess: float) -> tuple[int, int, str]:
         """To where the effective sample size should be above min_ess."""
@@ -383,10 +376,13 @@ class Steering:
                 lower,
                 f"updates every {interval} steps give {text[0]} over every {lower} and must give {text[1]}",
             )
-        below = next((each for each in reversed(self.rungs[:rung]) if self._speed_of((each, interval))), None)
-        if below is not None and (text := self._shortfall((below, interval), level - below)):
+        below = next((each for each in reversed(range(rung)) if self._speed_of((self.rungs[each], interval))), None)
+        if below is None:
+            return None
+        level, lower_level = self._level_at(rung, interval), self._level_at(below, interval)
+        if text := self._shortfall((self.rungs[below], interval), level - lower_level):
             self._fail(self._setting(rung))
-            return rung - 1, interval, f"level {level} gives {text[0]} over level {below} and must give {text[1]}"
+            return rung - 1, interval, f"level {level} gives {text[0]} over level {lower_level} and must give {text[1]}"
         return None
 
     def _shortfall(self, below: Setting, steps: int) -> tuple[str, str] | None:
@@ -469,40 +465,29 @@ class Steering:
                 best, most = up, promise
         return best
 
-    def _may_be_as_good(self, waited: float, ess: float) -> int | None:
-        """The lower rung that may give no less and is not known; None if there is none.
-
-        The next one, where the trainer does not plainly wait. Where it does, rollouts in flight may be what is missing:
-        then the one that promises most, if that is enough, or if the raise to this level has not helped.
+    def _may_be_as_good(self, waited: float) -> bool:
+        """Whether to look at the rung below, of which nothing is known. Where the trainer plainly waits, only if this
+        level could not be compared with another one, and has not given what it must over the first round's.
         """
-        interval = self.update_interval
-        unknown = [each for each in range(self._rung) if self._speed_of((self.rungs[each], interval)) is None]
-        if not unknown or waited <= LARGE_WAIT:
-            return self._rung - 1 if self._rung - 1 in unknown else None
-        promises = {
-            each: self._promise(self._level_at(each, interval), waited, ess, least_gain=0.0) for each in unknown
-        }
-        best = max(unknown, key=lambda each: promises[each])
-        is_seen = len(unknown) < self._rung or self._has_helped(self._speeds[self._setting(self._rung)].mean)
-        return best if promises[best] >= 1 or not is_seen else None
+        speeds = [self._speed_of((each, self.update_interval)) for each in self.rungs[: self._rung]]
+        if not speeds or speeds[-1] is not None:
+            return False
+        if waited <= LARGE_WAIT:
+            return True
+        if any(speeds):
+            return False
+        if (first := self._first) is None or first.level_before >= self.level:
+            return True
+        wanted = 1 + self.cfg.min_gain * (self.level - first.level_before)
+        return self._speeds[self._setting(self._rung)].mean < first.effective_tokens_per_s * wanted
 
-    def _has_helped(self, speed: float) -> bool | None:
-        """Whether so many effective tokens per second are what this level must give over the burst of a lower one, so
-        that engines are not what the trainer waits for; None if there was none.
+    def _promise(self, level: int, waited: float, ess: float) -> float:
+        """What a higher level should give of effective tokens per second, relative to the current one, where each level
+        counts min_gain. Rollouts per second grow with those in flight, as long as the trainer waits.
         """
-        below = max((level for level in self._burst_speeds if level < self.level), default=None)
-        if below is None:
-            return None
-        return speed >= self._burst_speeds[below] * (1 + self.cfg.min_gain * (self.level - below))
-
-    def _promise(self, level: int, waited: float, ess: float, *, least_gain: float | None = None) -> float:
-        """What another level should give of effective tokens per second, relative to the current one; each level counts
-        least_gain, None: min_gain. Rollouts per second grow with those in flight, as long as the trainer waits.
-        """
-        least_gain = self.cfg.min_gain if least_gain is None else least_gain
         faster = min((level + 1) / (self.level + 1), 1 / max(1 - waited, 0.05))
         fresher = max(ess, 1e-9) ** (self.cfg.ess_power * (level / self.level - 1))
-        return float(faster * fresher * (1 + least_gain) ** (self.level - level))
+        return float(faster * fresher * (1 + self.cfg.min_gain) ** (self.level - level))
 
     def _is_worth(self, level: int, ess: float) -> bool:
         """Whether min_ess should hold at this level, where `ess` is that of the current one."""

@@ -153,22 +153,24 @@ def test_each_decision_is_a_row_and_the_versions_that_engines_get_follow_it(tmp_
 )
 def test_a_steered_run_goes_on_from_any_phase_with_its_interval(tmp_path, kind, seconds):
     settings = TASKS["engines stand still"] | {
-        "steering": {"max_update_interval": 4, "interval": 3}, "steps": 40, "checkpoint_every": 2,
+        "steering": {"max_update_interval": 4, "interval": 3}, "steps": 60, "checkpoint_every": 2,
     }  # fmt: skip
     cfg, engine, trainer = ends(tmp_path, 5, 1, **settings)
     run_once(cfg, engine, trainer, CharRenderer(), **{kind: seconds})
-    step, rows = cfg.run_dir.latest_complete_checkpoint(), decisions(cfg.run_dir)
-    assert step is not None and 0 < step < 40
+    step = cfg.run_dir.latest_complete_checkpoint()
+    assert step is not None and 0 < step < 60
+    before = decisions(cfg.run_dir)
+    rows = [row for row in before if row["step"] <= step]  # what was decided later is taken back
     if kind == "stop_at":
         assert trainer.published == trainer.step == step, "the last version is sent"
     resumed, engine, trainer = ends(tmp_path, 6, 1, **settings, start=step, resume={})
     hold = []
     loop = train(resumed, engine, trainer, hold=hold)
-    assert loop.progress.step == 40 and sent(cfg.run_dir)[-1] == 40
-    [after, *_] = decisions(cfg.run_dir)[len(rows) :]
-    kept = [row for row in rows if row["step"] <= step]  # what was decided later is undone
-    before = (kept[-1]["level"], kept[-1]["update_interval"]) if kept else (1, 1)
-    assert (after["level_before"], after["update_interval_before"]) == before
+    assert loop.progress.step == 60 and sent(cfg.run_dir)[-1] == 60
+    if rows:
+        [after, *_] = decisions(cfg.run_dir)[len(before) :]
+        assert after["update_interval_before"] == rows[-1]["update_interval"]
+        assert after["level_before"] == rows[-1]["level"]
     assert decisions(cfg.run_dir)[-1]["update_interval"] > 1
     assert audit(cfg.run_dir) == []
 
@@ -266,6 +268,28 @@ def steering(most=4, **more):
 
 def test_updates_that_cost_nothing_are_made_each_step():
     assert set(steer(steering(), publish_s=0.01, pause_s=0.01)) == {(1, 1)}
+
+
+def test_a_first_round_sees_that_updates_are_what_the_trainer_waits_for():
+    chosen = steering()
+    chosen.start(0.0)
+    chosen.costs.pause.append(10.0)
+    chosen.add_step(1, 24.0, 100.0, {"ess/tokens": 1.0, "off_policy/mean": 0.0}, 18.0)
+    decision = chosen.add_step(2, 30.0, 100.0, {"ess/tokens": 1.0, "off_policy/mean": 1.0}, 0.0)
+    assert decision is not None and "updates cost" in decision.reason and chosen.update_interval > 1
+
+
+def test_a_level_is_told_and_weighed_as_it_is_and_not_as_its_rung():
+    """With every fourth version the rungs 4 and 6 are the levels 7 and 8: one step apart."""
+    chosen = Steering(SteeringSection(max_update_interval=4), 7, 4)
+    found, reasons = [], []
+    for step in range(1, 120):
+        speed = 100.0 if chosen.level == 7 else 95.0
+        decision = chosen.add_step(step, float(step), speed, {"ess/tokens": 1.0, "off_policy/mean": 5.0}, 0.3)
+        chosen.costs.pause.append(1.2)
+        found.append(chosen.level)
+        reasons.append("" if decision is None else decision.reason)
+    assert 8 in found and "level 8 gives -5% over level 7 and must give +4%" in reasons
 
 
 def test_updates_that_cost_the_slower_side_much_are_made_rarely():
