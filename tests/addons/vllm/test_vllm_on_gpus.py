@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -27,11 +28,12 @@ from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.check.vllm_adapters import with_policy_adapter
 from stretto.check.vllm_models import ServedModel
 from stretto.config.load import load
-from stretto.config.root import InferenceConfig
+from stretto.config.root import InferenceConfig, RLConfig
 from stretto.data.hub_model import find_config
 from stretto.families.table import FAMILIES
 from stretto.launch.plan.processes import ProcessSpec, section_of
 from stretto.launch.plan.serving import plan_serving
+from stretto.launch.run.rl import plan_only
 from stretto.verbs import _own_flags
 from stretto_vllm.command import build_command
 
@@ -45,6 +47,7 @@ pytestmark = [
     pytest.mark.heavy,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"),
 ]
+ROOT = Path(__file__).parents[3]
 DENSE, MIXTURE = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B"
 Launch = dict[str, Any]
 Ask = Callable[[Launch], dict[str, Any]]
@@ -102,6 +105,19 @@ def launches_of_inference(words: str) -> list[Launch]:
     return [launch_of(section_of(cfg, e), spec) for e, spec in zip(plan.engines.engines, plan.processes)]
 
 
+def launches_of_run(file: Path) -> list[Launch]:
+    """The launches of `rl` with this file; of engines that differ in numbers only, the first and the last one."""
+    cfg = load(RLConfig, ["@", str(file), "--output-dir", "out", "--dry-run"])
+    plan = plan_only(cfg.model_copy(update={"resume": None}))[0]
+    configs, found = plan.configs(), {}
+    for spec in plan.processes:
+        name = Path(spec.argv[-1]).stem
+        own = configs.get(name)
+        if isinstance(own, InferenceConfig) and own.chosen_engine(has_gpu=True, is_own=True) == "vllm":
+            found.setdefault(re.sub(r"\d+", "", name), []).append(launch_of(own, spec))
+    return [launch for same in found.values() for launch in (same[0], same[-1])[: len(same)]]
+
+
 def assert_right(launch: Launch, found: dict[str, Any]) -> None:
     """vLLM starts what was planned: its degrees, on these GPUs, one for each worker."""
     assert "error" not in found, f"{found['error']}\n{found['trace']}\n{launch['words']}"
@@ -114,6 +130,21 @@ def assert_right(launch: Launch, found: dict[str, Any]) -> None:
     first = workers[0]["index"]
     assert [worker["index"] for worker in workers] == [*range(first, first + len(workers))]
     assert {worker["of"] for worker in workers} == {len(workers) * found["nodes"]}
+
+
+RUNS = [
+    path
+    for pattern in ("examples/*/rl.toml", "tests/cases/prime_rl/rl/*.toml")
+    for path in sorted(ROOT.glob(pattern))
+    if "[inference" in path.read_text() and path.parent.name != "preference"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_engines_of_a_run_are_what_vllm_starts(path: Path, ask: Ask) -> None:
+    for launch in launches_of_run(path):
+        assert_right(launch, ask(launch))
 
 
 TWO_NODES = "--deployment.type multi_node --deployment.num-nodes 2 --hosts 10.0.0.1 10.0.0.2"
@@ -230,7 +261,9 @@ def test_vllm_has_no_drafter_for_families_that_a_dry_run_refuses(name: str, mach
     with pytest.raises(ConfigError, match=f"of no {name}"):
         ServedModel.of(Path(model)).check_prediction_layers(None)
     [launch] = launches_of_inference(f"--model {model} --engine vllm --speculation.method mtp")
-    assert "num_speculative_tokens" in ask(launch)["error"]
+    found = ask(launch)  # it starts, and takes the model itself for its drafter
+    assert "error" not in found, found
+    assert found["drafter"] == [FAMILIES[name].architecture]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from stretto.config.sections.trainer import (
     TrainerSection,
 )
 from stretto.config.sections.transport import FilesystemWeights, ShmWeights
+from stretto.families.table import FAMILIES, VISION_FAMILIES
 from stretto.models import attention
 from stretto.models.lora import Adapter
 from stretto.models.value_head import with_value_head
@@ -234,6 +235,18 @@ def test_a_mixture_of_experts(experts):
     def work(place):
         learner = build(place, build_moe(), model=model, enable_router_replay=experts == "replayed")
         return train(learner, batches)
+
+    assert_same(*on_both(work), 1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(VISION_FAMILIES)))
+def test_a_step_of_every_family(family):
+    """Windows and chosen keys are narrower than documents; a second pass scores."""
+
+    def work(place):
+        policy = build_policy(family=family, num_layers=4, sliding_window=4, index_topk=3)
+        learner = build(place, policy)
+        return train(learner, BATCHES[:1]) | {"scores": learner.trained_logprobs(BATCHES[1])[0]}
 
     assert_same(*on_both(work), 1e-4)
 
