@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,14 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[3]
 DENSE, MIXTURE = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B"
+slow = pytest.mark.slow
 Launch = dict[str, Any]
 Ask = Callable[[Launch], dict[str, Any]]
+
+
+def each(names: Iterable[str], *kept: str) -> list[Any]:
+    """Parameters of which only those that are kept are no slow tests: one of each kind is enough for every change."""
+    return [pytest.param(name, id=name, marks=() if name in kept else slow) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +146,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_engines_of_a_run_are_what_vllm_starts(path: Path, ask: Ask) -> None:
     for launch in launches_of_run(path):
@@ -166,7 +172,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", each(SHAPES, "copies", "experts over nodes"))
 def test_shapes_of_engines_are_what_vllm_starts(name: str, ask: Ask) -> None:
     words, number = SHAPES[name]
     launches = launches_of_inference(words)
@@ -175,6 +181,7 @@ def test_shapes_of_engines_are_what_vllm_starts(name: str, ask: Ask) -> None:
         assert_right(launch, ask(launch))
 
 
+@slow
 def test_flags_of_a_hand_on_two_nodes_take_the_gpus_of_one_each(ask: Ask) -> None:
     words = (
         f"--model {DENSE} --engine vllm --data-parallel-size 4 --tensor-parallel-size 4 --data-parallel-size-local 2 "
@@ -202,7 +209,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", each(SETTINGS, "8 bits", "choices of experts"))
 def test_settings_are_options_that_vllm_has_on_a_gpu(name: str, ask: Ask) -> None:
     words, expected = SETTINGS[name]
     model = "" if "--model" in words else f"--model {DENSE} "
@@ -215,11 +222,11 @@ def test_settings_are_options_that_vllm_has_on_a_gpu(name: str, ask: Ask) -> Non
 @pytest.mark.parametrize(
     ("names", "words", "gpus"),
     [
-        (f"{UUIDS[5]},{UUIDS[2]}", "--parallel.tp 2", [5, 2]),
+        pytest.param(f"{UUIDS[5]},{UUIDS[2]}", "--parallel.tp 2", [5, 2], marks=slow),
         (f"{UUIDS[5][:8]},{UUIDS[2][:8]}", "--parallel.dp 2", [5, 2]),
-        ("3,1", "--parallel.tp 2", [3, 1]),
+        pytest.param("3,1", "--parallel.tp 2", [3, 1], marks=slow),
         *((part, "", [gpu]) for part, (gpu, _) in PARTS.items()),
-        (f"MIG-{UUIDS[6]}/2/0", "", [6]),
+        pytest.param(f"MIG-{UUIDS[6]}/2/0", "", [6], marks=slow),
     ],
 )
 def test_workers_are_on_the_gpus_that_are_named(names: str, words: str, gpus: list[int], ask: Ask) -> None:
@@ -246,7 +253,7 @@ def predicting(name: str) -> dict[str, Any]:
     return {} if key is None else {"architectures": [family.architecture], "model_type": name, key: 1}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in FAMILIES if predicting(name)))
+@pytest.mark.parametrize("name", each(sorted(name for name in FAMILIES if predicting(name)), "glm4_moe"))
 def test_vllm_drafts_with_the_layers_of_these_families(name: str, machine: Path, ask: Ask) -> None:
     model = model_with(machine / "model", name, **predicting(name))
     [launch] = launches_of_inference(f"--model {model} --engine vllm --speculation.method mtp")
@@ -255,7 +262,7 @@ def test_vllm_drafts_with_the_layers_of_these_families(name: str, machine: Path,
     assert found["drafts"] == ["mtp", 1] and len(found["drafter"]) == 1 and "MTP" in found["drafter"][0]
 
 
-@pytest.mark.parametrize("name", ["minimax_m2", "qwen3_moe"])
+@pytest.mark.parametrize("name", each(["minimax_m2", "qwen3_moe"], "qwen3_moe"))
 def test_vllm_has_no_drafter_for_families_that_a_dry_run_refuses(name: str, machine: Path, ask: Ask) -> None:
     model = model_with(machine / "model", name, num_mtp_modules=3, num_nextn_predict_layers=1)
     with pytest.raises(ConfigError, match=f"of no {name}"):
@@ -268,7 +275,11 @@ def test_vllm_has_no_drafter_for_families_that_a_dry_run_refuses(name: str, mach
 
 @pytest.mark.parametrize(
     ("method", "architecture"),
-    [("eagle", "LlamaForCausalLM"), ("eagle3", "LlamaForCausalLMEagle3"), ("eagle3", "Eagle3Qwen3ForCausalLM")],
+    [
+        ("eagle3", "LlamaForCausalLMEagle3"),
+        pytest.param("eagle", "LlamaForCausalLM", marks=slow),
+        pytest.param("eagle3", "Eagle3Qwen3ForCausalLM", marks=slow),
+    ],
 )
 def test_draft_models_are_of_a_class_that_vllm_has(method: str, architecture: str, machine: Path, ask: Ask) -> None:
     sizes = json.loads((CONFIGS / "qwen3.json").read_text())
