@@ -36,6 +36,7 @@ from stretto.launch.plan.serving import plan_serving
 from stretto.launch.run.rl import plan_only
 from stretto.verbs import _own_flags
 from stretto_vllm.command import build_command
+from stretto_vllm.install import vision_folder
 
 pytest.importorskip("stretto_plan")
 from cases.real_models import CONFIGS, fill_cache
@@ -63,7 +64,9 @@ def each(names: Iterable[str], *kept: str) -> list[Any]:
 def ask() -> Iterator[Ask]:
     """Asks the vLLM of a machine with NUM_GPUS H100 what it makes of a launch."""
     script = Path(__file__).with_name("pretended_gpus.py")
-    env = os.environ | {"VLLM_PLUGINS": "stretto", "VLLM_NO_USAGE_STATS": "1"}
+    # vLLM imports torchvision for families that also have models with images; its builds for GPUs require it.
+    paths = filter(None, (os.environ.get("PYTHONPATH"), str(vision_folder())))
+    env = os.environ | {"VLLM_PLUGINS": "stretto", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, str(script)], text=True, env=env, **pipes) as child:
 
