@@ -38,12 +38,12 @@ CASES = (
     Case(
         "Slurm",
         "tests/cluster/on_slurm/test_slurm.py::test_a_submitted_run_trains_on_all_nodes_and_ends_on_all",
-        ("src/stretto_clusters/slurm/", "src/stretto/config/rules/slurm.py", "tests/cluster/on_slurm/"),
+        ("src/stretto_clusters/slurm/", "tests/cluster/on_slurm/"),
     ),
     Case(
         "Ray",
         "tests/cluster/on_ray/test_ray.py::test_a_run_trains_on_two_machines_and_is_looked_at",
-        ("src/stretto_clusters/ray/", "src/stretto/config/rules/ray.py", "tests/cluster/on_ray/"),
+        ("src/stretto_clusters/ray/", "tests/cluster/on_ray/"),
     ),
     Case(
         "Kubernetes",

@@ -147,9 +147,10 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
         if (path := _homeless(error)) is not None:
             _print_error(f"{path}: no user of this machine has the home {path.partition('/')[0]}; write the whole path")
             return 2
-        if is_child:  # its output is a log
+        known = _of_the_machine(error)
+        if is_child and known is None:  # its output is a log
             raise
-        _print_error(_of_the_machine(error) or _unexpected(error))
+        _print_error(known or _unexpected(error))
         return 1
 
 
@@ -166,13 +167,18 @@ _OF_THE_MACHINE = {
     errno.EDQUOT: "free some, or give another place",
 }
 """What to do about errors of files that no program can be blamed for."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of writes, which name no file."""
 
 
 def _of_the_machine(error: Exception) -> str | None:
     """The message about a file that cannot be used; None for any other error."""
-    if not isinstance(error, OSError) or error.filename is None or error.errno not in _OF_THE_MACHINE:
+    if not isinstance(error, OSError) or error.errno not in _OF_THE_MACHINE:
         return None
-    return f"{str(error.filename)!r:.200}: {reason_of(error)}; {_OF_THE_MACHINE[error.errno]}"
+    if error.filename is None and error.errno not in _FULL:
+        return None
+    place = "a file that was being written" if error.filename is None else f"{str(error.filename)!r:.200}"
+    return f"{place}: {reason_of(error)}; {_OF_THE_MACHINE[error.errno]}"
 
 
 def _homeless(error: Exception) -> str | None:

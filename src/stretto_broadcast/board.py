@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -16,6 +17,8 @@ from torch.distributed import DistStoreError, TCPStore
 from stretto.base.errors import WireError
 
 FOREVER = timedelta(days=365)
+SHORTEST_WAIT_S = 0.001
+"""The store takes a wait of 0 for one without an end."""
 
 
 class Board:
@@ -40,15 +43,17 @@ class Board:
     def set(self, name: str, message: str) -> None:
         self.store.set(name, f"{self._sign(name, message)} {message}")
 
-    def wait(self, name: str, timeout_s: float, what: str) -> str:
+    def wait(self, name: str, timeout_s: float, what: str, of_s: float | None = None) -> str:
         """Wait for the message with this name; what: its sender, for error messages.
+
+        of_s: the whole wait whose rest timeout_s is, for error messages; None: timeout_s.
 
         Raises: WireError if there is none in time, or its signature is wrong; DistNetworkError if the store is gone.
         """
         try:
             self.store.wait([name], timedelta(seconds=timeout_s))
         except DistStoreError as error:
-            raise WireError(f"{what}: no message in {timeout_s:g} s.") from error
+            raise WireError(f"{what}: no message in {of_s or timeout_s:g} s.") from error
         return self._verified(name, self.store.get(name), what)
 
     def pop(self, name: str) -> str:
@@ -72,12 +77,16 @@ class Board:
     def exchange(self, name: str, rank: int, world_size: int, message: str, what: str, timeout_s: float) -> list[str]:
         """All-gather: the messages of all ranks of a group.
 
+        timeout_s: the longest wait for all of them together.
+
         Raises: WireError, `what` and the rank, if a rank sends none in time.
         """
         self.set(f"{name}/{rank}", message)
-        messages = [
-            self.wait(f"{name}/{other}", timeout_s, f"{what} {other} of {world_size}") for other in range(world_size)
-        ]
+        deadline = time.monotonic() + timeout_s  # of all of them: each may come just before it is given up
+        messages = []
+        for other in range(world_size):
+            left_s = max(deadline - time.monotonic(), SHORTEST_WAIT_S)
+            messages.append(self.wait(f"{name}/{other}", left_s, f"{what} {other} of {world_size}", timeout_s))
         self.mark_read(name, world_size, [f"{name}/{other}" for other in range(world_size)])
         return messages
 

@@ -156,7 +156,7 @@ async def test_an_adapter_is_replaced_in_place_and_no_cache_of_the_old_one_is_us
     for seed, path in ((3, "same"), (4, "other"), (5, "other")):
         for salt in (None, "own"):
             await served.client.generate(ask("one", salt=salt))
-        running = asyncio.create_task(served.client.generate(ask("one", tokens=300)))
+        running = asyncio.create_task(served.client.generate(ask("one", tokens=300, salt="running")))
         await until_counted(served.client, "vllm:num_requests_running", 1)  # its blocks are in use
         if seed == 5:  # not in place
             assert (await served.unload("one"))[0] == 200

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch
 from peers import Peer, peer
 from ports import free_port
 from pydantic import TypeAdapter
-from torch.distributed import TCPStore
+from torch.distributed import DistStoreError, TCPStore
 
 from stretto.base.errors import WireError
 from stretto.base.paths import RunDir
@@ -147,7 +148,7 @@ from stretto.config.sections.transport import WeightBroadcast
 from stretto.trainer.ranks import exchange
 from stretto.transports.weights import build_publisher
 from pydantic import TypeAdapter
-from torch.distributed import TCPStore
+from torch.distributed import DistStoreError, TCPStore
 torch.set_num_threads(1)
 rank, count, meeting, settings, place = sys.argv[1:]
 
@@ -545,3 +546,34 @@ def test_a_trainer_that_has_ended_is_named_and_not_taken_for_one_on_another_host
     with pytest.raises(WireError, match=r"rank 0 of the trainer, process 1073741824 .* has ended.*--resume") as caught:
         receiver._map(0)
     assert "filesystem" not in str(caught.value)
+
+
+class LateStore:
+    """A store at which each message comes as late as may be; the last one never comes."""
+
+    def __init__(self, last: str) -> None:
+        self.values: dict[str, bytes] = {}
+        self.waits: list[float] = []
+        self.last = last
+
+    def set(self, name, value):
+        self.values[name] = value.encode()
+
+    def get(self, name):
+        return self.values[name]
+
+    def wait(self, names, timeout):
+        self.waits.append(timeout.total_seconds())
+        if names == [self.last]:
+            raise DistStoreError("timeout")
+        time.sleep(0.02)
+
+
+def test_a_receiver_waits_for_all_others_together_no_longer_than_its_timeout():
+    store = LateStore("join/2")
+    board = Board(store, "key")
+    board.set("join/1", "here")
+    with pytest.raises(WireError, match=r"receiver 2 of 3: no message in 0\.03 s"):
+        board.exchange("join", 0, 3, "here", "receiver", 0.03)
+    first, second, third = store.waits
+    assert first >= second + 0.02 > third > 0

@@ -123,10 +123,18 @@ class Shown:
     """
 
     def __init__(
-        self, name: str, *, tools: bool, write: Callable[[Sequence[Message], Sequence[Message] | None], str | None]
+        self,
+        name: str,
+        place: str,
+        *,
+        tools: bool,
+        write: Callable[[Sequence[Message], Sequence[Message] | None], str | None],
     ) -> None:
-        """tools: whether it shows descriptions of tools; write: a conversation as text, None if it is refused."""
-        self._name, self._shows_tools, self._write = name, tools, write
+        """place: the path of the config's section, for messages.
+
+        tools: whether it shows descriptions of tools; write: a conversation as text, None if it is refused.
+        """
+        self._name, self._place, self._shows_tools, self._write = name, place, tools, write
         self._cases: set[tuple[str, str | None, bool]] = set()
 
     def check(self, messages: Sequence[Message], tools: Sequence[Message] | None, first: int = 0) -> None:
@@ -146,7 +154,7 @@ class Shown:
         if tools and not self._shows_tools:
             raise DataError(
                 f"{self._name} shows no tools, so that the model would not know of them: describe them in a message, "
-                'or give a template that shows them, such as renderer.template = "chatml"'
+                f'or give a template that shows them, such as {self._place}.template = "chatml"'
             )
 
     def _check_message(self, messages: Sequence[Message], index: int, tools: Sequence[Message] | None) -> None:
@@ -164,5 +172,5 @@ class Shown:
         behind = "" if before is None else f" behind one of the role {before!r}"
         raise DataError(
             f"{self._name} drops a message of the role {role!r}{behind} (message {index}); leave it out, write its "
-            "text in another message, or give another template as renderer.template"
+            f"text in another message, or give another template as {self._place}.template"
         )

@@ -55,14 +55,14 @@ def choose_backend(
     """
     own = tokenizer.templates
     if section.template is not None:
-        return _by_template(tokenizer, template_of(section.template, own), section, image_token_id)
+        return _by_template(tokenizer, template_of(section.template, own, section.place), section, image_token_id)
     if section.name == "text":
         return _as_text(tokenizer, section)
     if section.name == "template":
         if not own:
             raise ConfigError(
-                f'[renderer] name = "template": {tokenizer.name_or_path} has no chat template; give one as '
-                'renderer.template = "FILE.jinja" or "chatml", or use name = "text"'
+                f'[{section.place}] name = "template": {tokenizer.name_or_path} has no chat template; give one as '
+                f'{section.place}.template = "FILE.jinja" or "chatml", or use name = "text"'
             )
         return _by_template(tokenizer, own, section, image_token_id)
     if section.name != "auto":
@@ -109,8 +109,9 @@ def _by_hand(tokenizer: Tokenizer, section: RendererSection) -> Choice:
     backend = build_family(tokenizer, section.name, section)
     for difference in differences(tokenizer, backend, section):
         logger.warning(
-            "[renderer] name = %r writes the conversation '%s' otherwise than the chat template in the model's files; "
+            "[%s] name = %r writes the conversation '%s' otherwise than the chat template in the model's files; "
             'leave name out, or set it to "auto", to use that.\n  %s: %r\n  the template: %r',
+            section.place,
             section.name,
             difference.conversation,
             section.name,
@@ -124,7 +125,8 @@ def _by_hand(tokenizer: Tokenizer, section: RendererSection) -> Choice:
 def _by_template(
     tokenizer: Tokenizer, files: TemplateFiles, section: RendererSection, image_token_id: int | None
 ) -> Choice:
-    template = ChatTemplate(files, tokenizer.template_tokens, settings_for(files, section))
+    settings = settings_for(files, section)
+    template = ChatTemplate(files, tokenizer.template_tokens, settings, section.place)
     try:
         backend = TemplateBackend(tokenizer, template, tool_parser=section.tool_parser, image_token_id=image_token_id)
     except StrettoError as error:
@@ -140,13 +142,14 @@ def _as_text(tokenizer: Tokenizer, section: RendererSection, *, is_fallback: boo
     files = named_template("text")
     first = tokenizer.encode("", add_special_tokens=True)
     tokens = tokenizer.template_tokens | {"bos_token": tokenizer.token_text(first[0]) if first else ""}
-    template = ChatTemplate(files, tokens)
+    template = ChatTemplate(files, tokens, place=section.place)
     name = "the renderer of plain text"
     backend = TemplateBackend(tokenizer, template, tool_parser=section.tool_parser, name=name)
     description = "prompts as they stand, without a chat format"
     if is_fallback:
-        description += "; the model has no chat template: if it is a chat model, give its template as renderer.template"
-        logger.warning("[renderer] %s: %s", tokenizer.name_or_path, description)
+        way = f"if it is a chat model, give its template as {section.place}.template"
+        description += f"; the model has no chat template: {way}"
+        logger.warning("[%s] %s: %s", section.place, tokenizer.name_or_path, description)
     return Choice(backend, description)
 
 

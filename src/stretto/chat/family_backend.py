@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 _PAST = "x"
-"""Stands for images and calls of the past where only a new message is tried."""
+"""Stands for images and calls of the past, and for thoughts, where only what is behind them is tried."""
 
 
 class _Openai(ModuleType):
@@ -198,10 +198,13 @@ class FamilyBackend:
 
     reads_history = False
 
-    def __init__(self, backend: Any, family: str, tokenizer: Tokenizer, with_thoughts: Any = None) -> None:
-        """with_thoughts: a renderer that keeps the thought of every reply."""
+    def __init__(
+        self, backend: Any, family: str, tokenizer: Tokenizer, *, place: str, with_thoughts: Any = None
+    ) -> None:
+        """place: the path of the config's section, for messages; with_thoughts: a renderer that keeps all thoughts."""
         self.name = family
-        self._backend, self._decode, self._with_thoughts = backend, tokenizer.decode, with_thoughts
+        self._backend, self._with_thoughts = backend, with_thoughts
+        self._encode, self._decode = tokenizer.encode, tokenizer.decode
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(backend.get_stop_token_ids()))
         question = [{"role": "user", "content": "a"}]
         num_tokens = len(backend.render_ids(question))
@@ -213,7 +216,8 @@ class FamilyBackend:
         shown = self._attempt(called, None) or ""
         self._shows_ids = CALL_ID in shown and CALL["function"]["name"] not in shown
         plain, with_tools = self._attempt(ONE_TURN, None), self._attempt(ONE_TURN, [TOOL])
-        self._shown = Shown(f"the renderer of the family {family}", tools=plain != with_tools, write=self._attempt)
+        name = f"the renderer of the family {family}"
+        self._shown = Shown(name, place, tools=plain != with_tools, write=self._attempt)
 
     def render(
         self,
@@ -274,12 +278,29 @@ class FamilyBackend:
         self._shown.check(history, tools)
         *history, reply = self._identified([*history, reply])
         backends = (self._backend,) if self._with_thoughts is None else (self._backend, self._with_thoughts)
-        for backend in backends:
-            found = self._sampled(backend, history, reply, tools)
-            if found is None or not self._shows_reply(reply, found.token_ids):
+        tried = (self._sampled(backend, history, reply, tools) for backend in backends)
+        found = next((each for each in tried if each is not None and self._shows_reply(reply, each.token_ids)), None)
+        prompt = self._backend.render_ids(list(history), tools=tools, add_generation_prompt=True)
+        if found is not None and found.prompt_ids == prompt:
+            return Reply(found.token_ids, found.is_trained)
+        return self._without_thought(history, reply, tools, prompt) or found
+
+    def _without_thought(
+        self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None, prompt: list[int]
+    ) -> Reply | None:
+        """A reply without a thought as it is sampled after a prompt that begins one: the thought ends at once.
+
+        gpt-oss has no prompt for such replies: all of them begin a thought. None for other families.
+        """
+        if self._with_thoughts is None or reply.get("reasoning_content"):
+            return None
+        thought = self._encode(_PAST)
+        for backend in (self._backend, self._with_thoughts):
+            found = self._sampled(backend, history, reply | {"reasoning_content": _PAST}, tools)
+            if found is None or found.prompt_ids != prompt or found.token_ids[: len(thought)] != thought:
                 continue
-            prompt = self._backend.render_ids(list(history), tools=tools, add_generation_prompt=True)
-            return Reply(found.token_ids, found.is_trained) if found.prompt_ids == prompt else found
+            token_ids = found.token_ids[len(thought) :]
+            return Reply(token_ids, [True] * len(token_ids)) if self._shows_reply(reply, token_ids) else None
         return None
 
     def _sampled(
@@ -397,17 +418,17 @@ def build_family(tokenizer: Tokenizer, family: str, section: RendererSection) ->
     Raises: ConfigError for a family that the library does not have or whose special tokens the vocabulary lacks, and
     for settings that the family's template does not have.
     """
-    renderers = import_library()
+    renderers, place = import_library(), section.place
     try:
         config = renderers.config_from_name(family)
     except ValueError as cause:
         raise ConfigError(
-            f'[renderer] name = {family!r} is not a known family: {cause} Or "auto", for the model\'s own chat '
+            f'[{place}] name = {family!r} is not a known family: {cause} Or "auto", for the model\'s own chat '
             'template; "text", for prompts as they stand.'
         ) from cause
     if config is None or family in ("default", "custom"):
         raise ConfigError(
-            f'[renderer] name = {family!r} cannot tell sampled tokens from those of the template; "template" takes the '
+            f'[{place}] name = {family!r} cannot tell sampled tokens from those of the template; "template" takes the '
             'template in the model\'s own files and can, as "auto" does.'
         )
     fields = renderers.template_field_names(config)
@@ -415,31 +436,31 @@ def build_family(tokenizer: Tokenizer, family: str, section: RendererSection) ->
     if section.clear_thinking is not None:
         if "clear_thinking" not in fields:
             raise ConfigError(
-                f"[renderer] clear_thinking = {str(section.clear_thinking).lower()}: the template of {family!r} has no "
+                f"[{place}] clear_thinking = {str(section.clear_thinking).lower()}: the template of {family!r} has no "
                 "such setting; remove it"
             )
         settings["clear_thinking"] = section.clear_thinking
     settings |= section.settings
     if settings:
-        config = _with_settings(config, settings, family)
+        config = _with_settings(config, settings, family, place)
     try:
         backend, with_thoughts = renderers.create_renderer(tokenizer, config), None
         if getattr(config, "auto_drop_analysis", False):  # gpt-oss: a rendered reply would lack its thought
             kept = config.model_copy(update={"auto_drop_analysis": False})
             with_thoughts = renderers.create_renderer(tokenizer, kept)
-        return FamilyBackend(backend, family, tokenizer, with_thoughts)
+        return FamilyBackend(backend, family, tokenizer, place=place, with_thoughts=with_thoughts)
     except AssertionError as cause:
         raise UnfitVocabularyError(
-            f"[renderer] name = {family!r} does not fit {tokenizer.name_or_path}: {cause}"
+            f"[{place}] name = {family!r} does not fit {tokenizer.name_or_path}: {cause}"
         ) from cause
     except RuntimeError as cause:  # gpt-oss: its library fetches a vocabulary
         raise UnfitVocabularyError(
-            f"[renderer] name = {family!r}: {cause}; put what it fetches into the cache of this machine, "
+            f"[{place}] name = {family!r}: {cause}; put what it fetches into the cache of this machine, "
             'or use the template of the model\'s files, name = "auto"'
         ) from cause
 
 
-def _with_settings(config: Any, settings: dict[str, Any], family: str) -> Any:
+def _with_settings(config: Any, settings: dict[str, Any], family: str, place: str) -> Any:
     """The config of a family's template with these settings.
 
     Raises: ConfigError for a setting or a value that the template does not have.
@@ -447,7 +468,7 @@ def _with_settings(config: Any, settings: dict[str, Any], family: str) -> Any:
     known = [name for name in type(config).model_fields if name != "name"]
     if unknown := sorted(settings.keys() - set(known)):
         raise ConfigError(
-            f"[renderer] settings.{unknown[0]}: the template of {family!r} has no such setting; it has "
+            f"[{place}] settings.{unknown[0]}: the template of {family!r} has no such setting; it has "
             f"{', '.join(known)}"
         )
     try:
@@ -456,5 +477,5 @@ def _with_settings(config: Any, settings: dict[str, Any], family: str) -> Any:
         first = cause.errors()[0] if isinstance(cause, ValidationError) else {"loc": ("",), "msg": str(cause)}
         name = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"[renderer] settings.{name} = {settings.get(name)!r} for the template of {family!r}: {first['msg']}"
+            f"[{place}] settings.{name} = {settings.get(name)!r} for the template of {family!r}: {first['msg']}"
         ) from cause

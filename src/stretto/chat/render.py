@@ -78,12 +78,16 @@ class Renderer:
         *,
         keeps_special_text: bool = False,
         description: str = "",
+        place: str = RendererSection.place,
     ):
-        """keeps_special_text: the text of a special token in a message is text, and not that token."""
+        """keeps_special_text: the text of a special token in a message is text, and not that token.
+
+        place: the path of the config's section, for messages.
+        """
         self.tokenizer = tokenizer
         self.images = images
         self.image_token_id = None if images is None else tokenizer.token_id(PLACEHOLDER)
-        self.name, self.description = backend.name, description
+        self.name, self.description, self.place = backend.name, description, place
         self.num_special_in_text = 0
         """Texts of special tokens that messages had so far, those of the assistant left out."""
         self.stop_ids = backend.stop_ids
@@ -407,7 +411,7 @@ class Renderer:
         self.num_special_in_text += len(found)
         if len(str(before)) < len(str(self.num_special_in_text)) or before == 0:
             kept = "kept as text" if self._keeps_special_text else (
-                'taken as that token: set renderer.special_tokens_in_text = "text" to keep it text'
+                f'taken as that token: set {self.place}.special_tokens_in_text = "text" to keep it text'
             )  # fmt: skip
             logger.warning(
                 "a message of the role %r has the text of the special token %r, which is %s (%d such texts so far)",
@@ -518,4 +522,5 @@ def build_renderer(
         images,
         keeps_special_text=section.special_tokens_in_text == "text",
         description=choice.description,
+        place=section.place,
     )

@@ -67,7 +67,7 @@ class TemplateBackend:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *tokenizer.eos_ids)))
         self._anchor = next((t for t, is_plain in tokenizer.special_tokens.items() if is_plain), None)
         self._inner = self._find_inner()
-        self._shown = Shown(self.name, tools=self.traits.shows_tools, write=self._attempt)
+        self._shown = Shown(self.name, template.place, tools=self.traits.shows_tools, write=self._attempt)
         self._known: dict[bytes, bytes] = {}  # digests of prompts -> digests of their texts
         self.thinking = self.traits.thinking
         self.tool_format = self._find_format(tool_parser)
@@ -253,7 +253,7 @@ class TemplateBackend:
         if message["role"] in self.traits.hidden_roles:
             raise DataError(
                 f"{self.name} drops messages of the role {message['role']!r}; leave them out, or give another template "
-                "as renderer.template"
+                f"as {self.template.place}.template"
             )
 
     def _check_calls(self, message: Message) -> None:
@@ -263,7 +263,7 @@ class TemplateBackend:
         if not all(name in str(message.get("content") or "") for name in names):
             raise DataError(
                 f"{self.name} shows no tool calls, so that the call of {names[0]!r} would be lost: write it in the "
-                'content, or give a template that shows calls, such as renderer.template = "chatml"'
+                f'content, or give a template that shows calls, such as {self.template.place}.template = "chatml"'
             )
 
     def _prepared(self, messages: Sequence[Message]) -> list[Message]:
@@ -481,7 +481,8 @@ class TemplateBackend:
         if name != "auto":
             name = ALIASES.get(name, name.replace("_", "-"))
             if name not in FORMATS:
-                raise ConfigError(f"[renderer] tool_parser = {name!r}: use auto, none, or one of {', '.join(FORMATS)}")
+                known = ", ".join(FORMATS)
+                raise ConfigError(f"[{self.template.place}] tool_parser = {name!r}: use auto, none, or one of {known}")
             return name
         if self.traits.call_example is None:
             marks = FORMAT_MARKS if self.traits.shows_tools else {}

@@ -76,8 +76,10 @@ def named_template(name: str) -> TemplateFiles:
     return TemplateFiles({DEFAULT: source}, f"{name}.jinja of stretto")
 
 
-def template_of(name: str, own: TemplateFiles) -> TemplateFiles:
+def template_of(name: str, own: TemplateFiles, place: str = "renderer") -> TemplateFiles:
     """The template that `renderer.template` names: a file, one of NAMED, one of the model's own list, or its text.
+
+    place: the path of that section, for messages.
 
     Raises: ConfigError if there is none.
     """
@@ -86,12 +88,12 @@ def template_of(name: str, own: TemplateFiles) -> TemplateFiles:
     if name in NAMED:
         return named_template(name)
     if "{{" in name or "{%" in name:
-        return TemplateFiles({DEFAULT: name}, "renderer.template")
+        return TemplateFiles({DEFAULT: name}, f"{place}.template")
     file = Path(name).expanduser()
     if not file.is_file():
         known = ", ".join(repr(each) for each in (*NAMED, *own.sources))
         raise ConfigError(
-            f"[renderer] template = {name!r}: there is no such file; give the path of a .jinja file, or one of "
+            f"[{place}] template = {name!r}: there is no such file; give the path of a .jinja file, or one of "
             f"{known}{meant_path(file, '.')}"
         )
     return TemplateFiles({DEFAULT: _read(file)}, str(file))
@@ -101,13 +103,19 @@ class ChatTemplate:
     """One model's templates, compiled: messages -> text."""
 
     def __init__(
-        self, files: TemplateFiles, tokens: Mapping[str, str], settings: Mapping[str, Any] | None = None
+        self,
+        files: TemplateFiles,
+        tokens: Mapping[str, str],
+        settings: Mapping[str, Any] | None = None,
+        place: str = "renderer",
     ) -> None:
         """tokens: texts of special tokens by their variable (`bos_token`). settings: further variables.
 
+        place: the path of the config's section, for messages.
+
         Raises: ConfigError for a template that jinja2 cannot parse, and for settings that no template reads.
         """
-        self.where, self._tokens = files.where, dict(tokens)
+        self.where, self.place, self._tokens = files.where, place, dict(tokens)
         self._settings = dict(settings or {})
         self.sources = dict(files.sources)
         self._compiled = {name: _compiled(source, files.where) for name, source in self.sources.items()}
@@ -115,7 +123,7 @@ class ChatTemplate:
         self._tools_name = next((name for name in _TOOL_VARIABLES if name in own_names), None)
         if unknown := sorted(self._settings.keys() - own_names):
             raise ConfigError(
-                f"[renderer] settings.{unknown[0]}: the chat template ({files.where}) has no such variable; it reads "
+                f"[{place}] settings.{unknown[0]}: the chat template ({files.where}) has no such variable; it reads "
                 f"{', '.join(sorted(own_names)) or 'none'}"
             )
 
@@ -130,7 +138,7 @@ class ChatTemplate:
         if switch is None:
             return None
         settings = self._settings | {switch: not self._settings[switch]}
-        return ChatTemplate(TemplateFiles(self.sources, self.where), self._tokens, settings)
+        return ChatTemplate(TemplateFiles(self.sources, self.where), self._tokens, settings, self.place)
 
     def marks_replies(self, tools: Sequence[Message] | None) -> bool:
         """Whether the template of a conversation says with {% generation %} what the model samples."""
@@ -165,7 +173,7 @@ class ChatTemplate:
         if DEFAULT in self.sources:
             return self.sources[DEFAULT]
         names = ", ".join(map(repr, self.sources))
-        raise ConfigError(f"{self.where} has no template named 'default'; name one as renderer.template: {names}")
+        raise ConfigError(f"{self.where} has no template named 'default'; name one as {self.place}.template: {names}")
 
     def _render(
         self, compiled: jinja2.Template, messages: Sequence[Message], tools: Any, add_generation_prompt: bool

@@ -31,6 +31,10 @@ NOT_READ = {
     "chat_template_kwargs": "variables of the template are those of all records, in the config's section renderer",
 }  # fmt: skip
 """Keys beside a conversation by which other programs change what the model is shown, and what to write here."""
+BESIDE_INSTRUCTIONS = ("input", "context")
+"""Keys of Alpaca's and Dolly's form that hold a part of the question."""
+EMPTY_TEXTS = ("", "null", "None", "[]", "{}")
+"""Texts that stand for nothing in a column of texts."""
 _ROLE_WORDS = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
 _ROLE_WORDS |= {"developer": "system", "function": "tool", "ipython": "tool", "observation": "tool"}
 
@@ -49,22 +53,39 @@ def parse_messages(value: Any, key: str, where: str, role_of_text: str | None = 
 
 
 def refuse_unread(
-    record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], read: Sequence[str | None], where: str
+    record: Mapping[str, Any], shown: Sequence[Mapping[str, Any]] | str, read: Sequence[str | None], where: str
 ) -> None:
-    """Check that a record has no text for the model beside its conversation; read: the keys that the config names.
+    """Check that a record has no text for the model beside what it is shown; read: the keys that the config names.
+
+    shown: the messages, or the text of a prompt without a template.
 
     Raises: DataError with the key and what to write.
     """
-    has_system = bool(messages) and messages[0].get("role") == "system"
+    has_system = not isinstance(shown, str) and bool(shown) and shown[0].get("role") == "system"
     ways = {key: way for key, way in NOT_READ.items() if not (has_system and way is _SYSTEM)}
     if "instruction" in read:
-        ways["input"] = "it is a part of the question: join the two"
+        ways |= dict.fromkeys(BESIDE_INSTRUCTIONS, "it is a part of the question: join the two")
     for key, way in ways.items():
-        if key not in read and record.get(key):
-            raise DataError(
-                f"{where}: {key!r} beside the conversation would not reach the model: {way}; or remove it, in the file "
-                "or by the function that `convert` names."
-            )
+        value = record.get(key)
+        if key in read or not _says_something(value):
+            continue
+        if isinstance(shown, str):
+            if isinstance(value, str) and value.strip() in shown:
+                continue
+            way = "write it into the text of the prompt"
+        raise DataError(
+            f"{where}: {key!r} beside the conversation would not reach the model: {way}; or remove it, in the file "
+            "or by the function that `convert` names."
+        )
+
+
+def _says_something(value: Any) -> bool:
+    """Whether a column holds more than what stands for nothing: nulls, blanks, empty lists and tables, also as JSON."""
+    if isinstance(value, str):
+        return value.strip() not in EMPTY_TEXTS
+    if isinstance(value, Mapping):
+        return any(map(_says_something, value.values()))
+    return value is not None and value != []
 
 
 def parse_message(message: Any, where: str) -> dict[str, Any]:
@@ -229,9 +250,9 @@ def parse_tools(value: Any, key: str, where: str) -> list[dict[str, Any]] | None
     Raises: DataError if they are not valid.
     """
     if isinstance(value, str):
-        value = from_json(value, f"{where}: {key}")
+        value = from_json(value, f"{where}: {key}") if value.strip() not in EMPTY_TEXTS else None
     if value is not None and not isinstance(value, list):
-        raise DataError(f"{where}: {key!r} must be a list of tools, got {type(value).__name__}.")
+        raise DataError(f"{where}: {key!r} must be a list of tools, got {type(value).__name__}; put it in [ ].")
     for i, tool in enumerate(value or ()):
         if not isinstance(tool, dict):
             raise DataError(f"{where}: {key}[{i}] must be an object that describes a tool, got {short_repr(tool)}.")

@@ -332,10 +332,10 @@ class Records:
         images = column_of(record if settings.image_key is None else {"images": record.get(settings.image_key)})
         if isinstance(prompt, str) and images:
             raise DataError(f"{where}: with apply_chat_template = false prompts are text, without images")
+        named = settings.metadata_key if isinstance(settings.metadata_key, list) else [settings.metadata_key]
+        read = (settings.input_key, settings.label_key, settings.tool_key, settings.image_key, *named)
+        refuse_unread(record, prompt, read, where)
         if not isinstance(prompt, str):
-            named = settings.metadata_key if isinstance(settings.metadata_key, list) else [settings.metadata_key]
-            read = (settings.input_key, settings.label_key, settings.tool_key, settings.image_key, *named)
-            refuse_unread(record, prompt, read, where)
             prompt = self.pictures.replace_by_names(with_images(prompt, images, where), where)
         return {"prompt": prompt, "label": label, "metadata": metadata, "tools": tools}
 

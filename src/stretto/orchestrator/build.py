@@ -224,7 +224,7 @@ def untrained_tokens(renderer: Renderer, model: str) -> str:
     names = ", ".join(repr(renderer.tokenizer.token_text(token)) for token in found)
     return (
         f"the embedding of {names} looks untrained, and every conversation has it: warm the model up with `sft`, or "
-        'write without such tokens (renderer.name = "text")'
+        f'write without such tokens ({renderer.place}.name = "text")'
     )
 
 

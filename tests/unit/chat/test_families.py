@@ -324,6 +324,35 @@ def test_gpt_oss_trains_each_thought_and_every_token_between_thought_and_call():
     assert rendered.examples[0].token_ids[: len(prompt)].tolist() == prompt.tolist()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("has_call", [False, True])
+def test_gpt_oss_trains_a_reply_without_a_thought_after_the_prompt_that_a_policy_gets(has_call):
+    try:
+        renderer = build_renderer(tokenizer_dir("gptoss"), RendererSection(name="gpt-oss"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    tools = Toolset([lookup]).schemas if has_call else None
+    talk = [QUESTION, ANSWER, QUESTION, ANSWER]
+    if has_call:
+        talk[1:1] = [
+            ANSWER | {"content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": "1", "name": "look_up"},
+        ]
+    rendered = renderer.render_sft(talk, LossMaskSection(), tools)
+    assert rendered.num_left_out == 0
+    end = "<|end|><|start|>assistant<|channel|>"
+    trained = [renderer.decode(ids[mask]) for ids, mask, _ in rendered.examples]
+    assert "".join(trained).count(end) == len(talk) // 2 and not any("analysis" in text for text in trained)
+    (first, _, _), *_ = rendered.examples
+    prompt = renderer.render_prompt([QUESTION], tools)
+    assert first[: len(prompt)].tolist() == prompt.tolist()
+    assert renderer.decode(first[len(prompt) :]).startswith(
+        end + ("commentary to=" if has_call else "final<|message|>")
+    )
+    said = renderer.parse(renderer.encode(f"{end}final<|message|>b<|return|>").tolist(), prompt, tools)
+    assert said == ANSWER | {"content": "b"}
+
+
 REPLIES = [
     "yes", " a b ", "\n\nso.\n", "x = 1\n\ny", "é ü 世界", "a < b", "<think>", "hm</think>so",
     '{"name": "f", "arguments": {}}',

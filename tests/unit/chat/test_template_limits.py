@@ -9,13 +9,14 @@ from published import tokenizer_dir
 from test_chat_templates import CHATML, DROPS_THOUGHTS, byte_tokenizer, renderer_of, sources
 from tokenizers import AddedToken
 
-from stretto.base.errors import DataError
+from stretto.base.errors import ConfigError, DataError
 from stretto.chat.conversations import CALL, ONE_TURN, TOOL, TWO_TURNS
 from stretto.chat.render import build_renderer
 from stretto.chat.templates import TemplateFiles
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.chat.tool_calls import TEXT_FORMATS
 from stretto.config.sections.model import RendererSection
+from stretto.config.sections.orchestrator import OrchestratorKeys
 from stretto.config.sections.sft import LossMaskSection
 
 ROW = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "because"}]
@@ -197,3 +198,16 @@ def test_a_reply_ends_with_its_first_end_token_where_the_template_writes_another
     row = [*TWO_TURNS[1:3], TWO_TURNS[3], {"role": "assistant", "content": "Entries that overlap."}]
     [(ids, mask, _)] = renderer.render_sft(row, LossMaskSection()).examples
     assert renderer.decode(ids[mask]) == "A piece with one theme.<|end|>Entries that overlap.<|end|>"
+
+
+def test_messages_name_the_key_of_the_verb():
+    section = OrchestratorKeys().renderer
+    renderer = build_renderer(byte_tokenizer("{{ messages[0].content }}"), section)
+    with pytest.raises(DataError, match=r"such as orchestrator\.renderer\.template = \"chatml\""):
+        renderer.render_prompt(ROW[:1], [TOOL])
+    tokenizer = byte_tokenizer(CHATML)
+    wrong = {"template": "quen", "tool_parser": "quen", "name": "quen3"}
+    for key, value in wrong.items():
+        for place, own in (("orchestrator\\.renderer", section), ("renderer", RendererSection())):
+            with pytest.raises(ConfigError, match=rf"^(bytes: )?\[{place}\] {key} = '{value}'"):
+                build_renderer(tokenizer, own.model_copy(update={key: value}))

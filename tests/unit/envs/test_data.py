@@ -78,6 +78,32 @@ def test_columns_that_are_empty_or_said_in_the_conversation_or_named_are_read_on
     assert row.messages == talk
 
 
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"tools": ""}, {"tools": " "}, {"tools": "[]"}, {"tools": "null"}, {"functions": "[]"}, {"system": " "},
+        {"system_prompt": "null"}, {"chat_template_kwargs": "{}"},
+        {"chat_template_kwargs": {"custom_instructions": "", "python_tools": [], "enable_thinking": None}},
+    ],
+)  # fmt: skip
+def test_what_stands_for_nothing_in_a_column_is_nothing(empty, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [messages("ba", "ab") | empty])
+    (row,) = read_rows(FileData(name=str(path)), 0)
+    assert row.tools is None
+    assert row.messages == messages("ba", "ab")["messages"]
+
+
+def test_the_context_of_an_instruction_is_not_lost(tmp_path):
+    row = {"instruction": "Who?", "context": "Ada wrote it.", "response": "Ada"}
+    data = FileData(
+        name=str(write_jsonl(tmp_path / "rows.jsonl", [row])), input_key="instruction", output_key="response"
+    )
+    with pytest.raises(DataError, match=r"'context' beside the conversation.*join the two"):
+        list(read_rows(data, 0))
+    write_jsonl(tmp_path / "rows.jsonl", [row | {"context": ""}])
+    assert len(list(read_rows(data, 0))) == 1
+
+
 @pytest.mark.parametrize("keys", [{}, {"input_key": "instruction", "output_key": "output"}])
 def test_the_input_of_an_instruction_is_not_lost(keys, tmp_path):
     row = {"instruction": "Sort.", "input": "ba", "output": "ab"}

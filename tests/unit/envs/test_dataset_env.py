@@ -220,6 +220,15 @@ def test_without_a_template_the_prompt_is_the_text_only(tmp_path):
     assert "".join(map(chr, branch.token_ids)) == "?word0.Aword0." and group.rollouts[0].reward == 1.0
 
 
+def test_without_a_template_a_system_prompt_is_refused_unless_the_text_has_it(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "label": "a", "system": "Be brief."}))
+    with pytest.raises(DataError, match=r"'system' beside.*write it into the text of the prompt"):
+        dataset(path, apply_chat_template=False)
+    path.write_text(json.dumps({"prompt": "<s>Be brief.\na", "label": "a", "system": "Be brief."}))
+    dataset(path, apply_chat_template=False)
+
+
 def test_long_prompts_are_skipped_and_the_others_stay_in_order(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x" * n, "label": "y"}) + "\n" for n in (3, 30, 4, 40)))

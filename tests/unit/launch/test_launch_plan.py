@@ -242,7 +242,7 @@ def test_what_a_model_is_decides_whether_its_samples_are_packed_by_what_they_sha
 
 def test_a_plan_says_whether_what_samples_begin_with_is_computed_once(config) -> None:
     def said(*words: str) -> bool:
-        return "with what samples begin with alike once" in str(planned(config(*words)).batch)
+        return "packed as trees" in str(planned(config(*words)).batch)
 
     assert said() and said("--model.shared-prefixes", "tree")  # on CPUs
     assert not said("--model.shared-prefixes", "off") and not said("--model.shared-prefixes", "prompts")

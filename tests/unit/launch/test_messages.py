@@ -238,7 +238,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
         ["environment 'my_env:Mine': Mine has no `score`", "score"],
     ),
     "an environment that cannot be called": (
-        "orchestrator", environment("math:pi"), {}, ["environment 'math:pi' is a float; name a class"],
+        "orchestrator", environment("math:pi"), {}, ["environment 'math:pi' is an object of type float; name a class"],
     ),
     "tasks that fail": (
         "orchestrator", environment("my_env:Mine"), {"my_env.py": mine("pass", "open('no-such-file')")},

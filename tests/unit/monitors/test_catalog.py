@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 from syntax import tree_of
 
 from stretto.monitors.catalog import ENGINE, PARTS, markdown, unlisted
@@ -19,6 +20,7 @@ MEASURED_IN = (
     "monitors/steps.py",
     "monitors/purse.py",
     "../stretto_service/tenants",
+    "../stretto_preference",
 )
 
 
@@ -42,10 +44,13 @@ def measured() -> str:
 
 
 NAMES = sorted({metric.name for part in PARTS for metric in part.metrics})
+OF_PAIRS = {name for name in NAMES if re.match("(rewards|logps)/(chosen|rejected)", name)}
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs("preference")) if name in OF_PAIRS else name for name in NAMES]
+)
 def test_every_name_in_the_table_is_measured_somewhere(name, measured):
     """As a whole, or without what is put before and behind it: eval/<env>/<mode>, rl/ and /mean."""
     wanted = re.sub(r"<[^>]+>", "<>", name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -310,6 +310,9 @@ class TokenizerSection(Section):
 
 class RendererSection(Section):
     """How messages become tokens."""
+
+    place: ClassVar[str] = "renderer"
+    """The path of the section, for messages about its keys."""
 
     name: str = "auto"
     """`auto`: the model's own chat template, or the renderer of its family where that gives the same tokens;

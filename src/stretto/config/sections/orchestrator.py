@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -373,10 +373,16 @@ class SteeringSection(Section):
 Concurrency = Annotated[FixedConcurrency | AdaptiveConcurrency, Field(discriminator="type")]
 
 
+class OrchestratorRendererSection(RendererSection):
+    """How messages become tokens."""
+
+    place: ClassVar[str] = "orchestrator.renderer"
+
+
 class OrchestratorKeys(Section):
     """Keys of the orchestrator process alone."""
 
-    renderer: RendererSection = RendererSection()
+    renderer: OrchestratorRendererSection = OrchestratorRendererSection()
     client: ClientSection = ClientSection()
     train: TrainSection = TrainSection()
     env: list[TrainEnvSection] = Field([])

@@ -92,7 +92,7 @@ class BatchShape:
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
         up_to, ends, packed = "", "", "packed"
         if self.shares_prefixes:
-            packed = "packed, with what samples begin with alike once"
+            packed = "packed as trees"
         if self.tokens is not None:
             up_to = "up to "
             ends = f"; a batch ends with the group that brings it to {self.tokens} tokens"

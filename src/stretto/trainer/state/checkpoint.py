@@ -180,8 +180,12 @@ class Saver:
         # The lead sees all files; ranks have about as much each.
         total = num_ranks() * sum(each.tensor.nbytes for each in slices.values())
         shown = growing(f"checkpoint of step {step}, MB", total, lambda: bytes_below(_part_of(directory)))
-        with shown if is_lead_process() else nullcontext():
-            write_directory(directory, slices, values, self._group)
+        try:
+            with shown if is_lead_process() else nullcontext():
+                write_directory(directory, slices, values, self._group)
+        except OSError as error:
+            error.filename = error.filename or str(directory)  # a write to an open file names none
+            raise
         if not is_lead_process():
             return
         flush_parents(directory, self._run.path.parent)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 from processes.add_ons import is_here, needs, skip_without_verb
 
-from stretto import cli
+from stretto import cli, verbs
+from stretto.base import keeper
 from stretto.base.errors import near_path, reason_of
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
@@ -137,6 +139,19 @@ def test_a_path_with_one_wrong_part_has_a_near_one_and_others_have_none(tmp_path
 )
 def test_a_reason_has_no_number_of_the_system(error, said):
     assert reason_of(error) == said
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+@pytest.mark.parametrize("file", [None, "outputs/run/checkpoints/step_1"])
+def test_a_full_disk_is_no_bug(is_child, file, monkeypatch, capsys):
+    def fail(*args):
+        raise OSError(errno.ENOSPC, "No space left on device", file)
+
+    monkeypatch.setattr(verbs, "run_config_verb", fail)
+    monkeypatch.setenv(keeper.VARIABLE, "1") if is_child else monkeypatch.delenv(keeper.VARIABLE, raising=False)
+    assert cli.run_verb("sft", ["@", "a.toml"]) == 1
+    place = "a file that was being written" if file is None else repr(file)
+    assert capsys.readouterr().err == f"error: {place}: no space left on device; free some, or give another place\n"
 
 
 def test_a_mark_of_windows_at_the_head_of_a_configuration_is_no_part_of_it(place, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cases.fp8_checkpoints import QUANTIZATION
+from offline_fp8 import QUANTIZATION
 from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError

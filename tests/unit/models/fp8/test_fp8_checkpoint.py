@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cases.fp8_checkpoints import QUANTIZATION, is_quantized, quantise_offline
+from offline_fp8 import QUANTIZATION, is_quantized, quantise_offline
 from safetensors.torch import load_file
 from tiny import VOCAB, build_policy
 

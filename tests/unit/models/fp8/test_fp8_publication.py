@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from cases.fp8_checkpoints import quantise_offline
+from offline_fp8 import quantise_offline
 from safetensors.torch import load_file
 from tiny import build_learner, build_policy
 

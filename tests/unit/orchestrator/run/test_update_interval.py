@@ -8,6 +8,7 @@ import random
 import pytest
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, run_once, train
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
@@ -109,7 +110,11 @@ ONE = json.dumps([{"id": "sort-letters"}])
         (["--orchestrator.steering", "{}"], r"interval = 3 .*steering.min_level \+ 1 = 2 at most"),
         (["--orchestrator.eval.interval", "10"], r"eval.interval = 10 is the eval of .* use 9 or 12, or another"),
         (["--deterministic", "--ckpt.interval", "2"], r"ckpt.interval = 2: .* no engine gets them; use 3, or another"),
-        (["--service", "http://127.0.0.1:1"], r"weight_broadcast.interval = 3 with \[service\]: .* every version"),
+        pytest.param(
+            ["--service", "http://127.0.0.1:1"],
+            r"weight_broadcast.interval = 3 with \[service\]: .* every version",
+            marks=needs("service"),
+        ),
     ],
 )
 def test_what_waits_for_a_version_that_no_engine_gets_is_refused(words, message):
