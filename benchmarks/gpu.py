@@ -213,12 +213,13 @@ def main() -> int:
         kind, name = args.worker
         print(json.dumps(WORKERS[kind](cells[name], args.device, is_quick=is_quick)))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `measure` then ends its worker
     ends_at = time.monotonic() + 60 * args.minutes
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     known = json.loads(args.out.read_text()) if args.out.exists() and not args.anew else {}
     left = []
-    for name in args.cells or cells:
-        key = f"{device}{', quick' if is_quick else ''}: {name}"
+    keys = {name: f"{device}{', quick' if is_quick else ''}: {name}" for name in args.cells or cells}
+    for name, key in sorted(keys.items(), key=lambda pair: pair[1] in known):  # those with an error are tried last
         if "error" not in known.get(key, {"error": "not measured"}):
             continue
         cell, seconds_left = cells[name], ends_at - time.monotonic()
@@ -226,7 +227,8 @@ def main() -> int:
             left.append(name)
             continue
         kind = "train" if name in TRAIN else "run"
-        known[key] = measure(kind, name, cell, args.device, is_quick=is_quick, limit_s=seconds_left)
+        limit_s = seconds_left if is_quick else min(seconds_left, 3 * cell["takes_s"])
+        known[key] = measure(kind, name, cell, args.device, is_quick=is_quick, limit_s=limit_s)
         print(f"{key}: {known[key]}", flush=True)
         write_atomic(args.out, json.dumps(known, indent=1).encode() + b"\n")  # the machine may be taken back
     print(f"left for another call: {', '.join(left)}" if left else "done")

@@ -105,6 +105,13 @@ def logprobs_of(model, token_ids, temperature: float = 1.0):
     return torch.log_softmax(logits / temperature, -1)[:-1].gather(1, ids[1:, None]).squeeze(1).numpy()
 
 
+async def until_counted(client: EngineClient, name: str, value: float) -> None:
+    """Wait until a metric of the one engine has this value."""
+    async with asyncio.timeout(60):
+        while (await client.metrics()).get(name) != value:
+            await asyncio.sleep(0.01)
+
+
 async def scores_of(client: EngineClient, token_ids: np.ndarray, name: str) -> np.ndarray:
     """The one engine's log-probabilities of these tokens; those of tokens that it samples are checked on the way."""
     [scores] = (await client.score_canary(token_ids, name)).values()

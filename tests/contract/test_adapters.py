@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ports import free_port
-from servers import VOCAB, logprobs_of, needs_vllm, save, scratch, serve, serve_ready
+from servers import VOCAB, logprobs_of, needs_vllm, save, scratch, serve, serve_ready, until_counted
 
 from stretto.base.errors import EngineError
 from stretto.config.sections.model import LoRASection, ScratchSection
@@ -157,6 +157,7 @@ async def test_an_adapter_is_replaced_in_place_and_no_cache_of_the_old_one_is_us
         for salt in (None, "own"):
             await served.client.generate(ask("one", salt=salt))
         running = asyncio.create_task(served.client.generate(ask("one", tokens=300, salt="running")))
+        await until_counted(served.client, "vllm:num_requests_running", 1)  # its blocks are in use
         if seed == 5:  # not in place
             assert (await served.unload("one"))[0] == 200
         assert (await served.load("one", adapted(seed), path=path, load_inplace=seed != 5))[0] == 200
@@ -164,6 +165,35 @@ async def test_an_adapter_is_replaced_in_place_and_no_cache_of_the_old_one_is_us
             [completion] = await served.check("one", adapted(seed), salt=salt)
             assert completion.cached_tokens == 0
         await running
+
+
+@needs_vllm
+@pytest.mark.slow
+async def test_requests_that_wait_while_their_adapter_is_replaced_read_only_caches_of_the_new_one(tmp_path):
+    """A salt of the caller names no adapter, so it does not keep the old one's cache either."""
+    flags = (*FLAGS, "--max-num-seqs", "1")
+    with serve("vllm", save(scratch(0), tmp_path / "model"), tmp_path / "log", *flags) as (url, _):
+        async with aiohttp.ClientSession() as http, EngineClient([url], timeout_s=120) as client:
+            await client.wait_ready(240)
+            served = Served(url, tmp_path, http, client)
+            await served.load("one", adapted(1))
+            for seed in (2, 3):
+                for salt in (None, "own"):
+                    await client.generate(ask("one", salt=salt))
+                await client.generate(ask(None))
+                running = asyncio.create_task(client.generate(ask(None, tokens=350)))
+                await until_counted(client, "vllm:num_requests_running", 1)
+                asked = (("one", None), ("one", "own"), ("one", None), (None, None))
+                queued = [asyncio.create_task(client.generate(ask(name, salt=salt))) for name, salt in asked]
+                await until_counted(client, "vllm:num_requests_waiting", len(asked))
+                assert (await served.load("one", adapted(seed), load_inplace=True))[0] == 200
+                assert not any(task.done() for task in (running, *queued)), "nothing waited"
+                await running
+                [first], [own], [second], [base] = await asyncio.gather(*queued)
+                assert first.cached_tokens == own.cached_tokens == 0 < min(second.cached_tokens, base.cached_tokens)
+                for completion in (first, own, second):
+                    expected = logprobs_of(adapted(seed), np.concatenate([PROMPT, completion.token_ids]))
+                    np.testing.assert_allclose(completion.logprobs, expected[len(PROMPT) - 1 :], **CLOSE)
 
 
 async def test_models_lists_adapters_under_their_parent(served):

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hostile import fire, greedy, shots
 from ports import free_port
-from servers import logprobs_of, needs_vllm, save, scores_of, scratch, serve
+from servers import logprobs_of, needs_vllm, save, scores_of, scratch, serve, until_counted
 
 from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir
@@ -385,12 +385,6 @@ async def test_requests_without_a_salt_read_no_cache_of_older_weights(client, we
         hits = "vllm:prefix_cache_hits_total"
         assert (await client.metrics())[hits] > before[hits]  # what has been cached since then is used
         await running
-
-
-async def until_counted(client: EngineClient, name: str, value: float) -> None:
-    async with asyncio.timeout(60):
-        while (await client.metrics()).get(name) != value:
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])])

@@ -1,9 +1,10 @@
 """`python -m tests.gpu [--out FILE] [words for pytest]`: every test that needs a GPU, within eight minutes, as JSON.
 
 The file has the outcome, seconds and figures of each test as soon as it has ended, so that nothing is lost if the
-machine is taken back. What has passed in it on this kind of GPU is not run again: call the command until the last line,
-the file as one line, has nothing skipped for time. The tests come in the order of what they would find; none begins
-when the time is over, and if one has not ended half a minute later, the command shows where it stands and ends.
+machine is taken back. What has passed in it on this kind of GPU with these packages is not run again: call the command
+until the last line, the file as one line, has nothing skipped for time (after a change of the code, give another file).
+The tests come in the order of what they would find; none begins when the time is over, and if one has not ended half a
+minute later, the command shows where it stands and ends. What did not end comes last in the next call.
 
 Needs a GPU, torch for it, pytest, and what the trainer imports; what else is missing skips the tests that need it.
 """
@@ -31,26 +32,36 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "pydantic", "msgspec", "
 ORDER = ("steps", "run", "ipc", "row_kernels", "fp8", "trees", "memory", "snapshots", "vllm_gpu", "megatron", "vllm")
 """Words of files' names: what breaks a run first, then what makes it fast, last what takes minutes to start."""
 LATE = "the time is over"
+BEGUN = "begun"
+"""The outcome of a test that has not ended, and of one that never did."""
 
 
 class Summary:
     """Outcome, seconds and figures of every test, in a file that is complete after each of them."""
 
     def __init__(self, out: Path, about: dict[str, Any], limit_s: float = LIMIT_S) -> None:
-        """about: the machine and its packages; results from another kind of GPU in the file are not kept."""
+        """about: the machine and its packages; results in the file from others are not kept."""
+        out.parent.mkdir(parents=True, exist_ok=True)
         known = json.loads(out.read_text()) if out.exists() else {}
         self._out, self._about = out, about
-        self.tests: dict[str, dict[str, Any]] = known["tests"] if known.get("device") == about["device"] else {}
+        is_same = all(known.get(key) == about[key] for key in ("device", "versions"))
+        self.tests: dict[str, dict[str, Any]] = known["tests"] if is_same else {}
         self._start = time.monotonic()
         self._end = self._start + limit_s
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        passed = {name for name, test in self.tests.items() if test["outcome"] == "passed"}
-        items[:] = sorted((item for item in items if _name(item.nodeid) not in passed), key=_place)
+        passed, begun = (
+            {name for name, test in self.tests.items() if test["outcome"] == outcome} for outcome in ("passed", BEGUN)
+        )
+        left = [item for item in items if _name(item.nodeid) not in passed]
+        # One that hangs would keep all behind it from beginning, in every call.
+        items[:] = sorted(left, key=lambda item: (_name(item.nodeid) in begun, _place(item)))
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if time.monotonic() > self._end:
             pytest.skip(LATE)
+        self.tests[_name(item.nodeid)] = {"outcome": BEGUN, "s": 0.0}
+        self.write()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = _name(report.nodeid)

@@ -62,8 +62,28 @@ def test_what_has_passed_on_this_kind_of_gpu_is_not_run_again_and_the_most_telli
 def test_no_test_begins_when_the_time_is_over(tmp_path):
     summary = GPU["Summary"](tmp_path / "found.json", ABOUT, -1.0)
     with pytest.raises(pytest.skip.Exception, match=GPU["LATE"]):
-        summary.pytest_runtest_setup(SimpleNamespace())
-    GPU["Summary"](tmp_path / "found.json", ABOUT, 100.0).pytest_runtest_setup(SimpleNamespace())
+        summary.pytest_runtest_setup(SimpleNamespace(nodeid=STEPS))
+    GPU["Summary"](tmp_path / "found.json", ABOUT, 100.0).pytest_runtest_setup(SimpleNamespace(nodeid=STEPS))
+
+
+def test_what_did_not_end_comes_last_in_the_next_call(tmp_path):
+    out = tmp_path / "new" / "found.json"
+    GPU["Summary"](out, ABOUT).pytest_runtest_setup(SimpleNamespace(nodeid=STEPS))  # it hangs, and the command ends
+    assert json.loads(out.read_text())["outcomes"] == {"begun": 1}
+    again = GPU["Summary"](out, ABOUT)
+    items = [SimpleNamespace(nodeid=nodeid, path=Path(nodeid.partition("::")[0])) for nodeid in (STEPS, RUN)]
+    again.pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == [RUN, STEPS]
+    again.pytest_runtest_setup(items[1])
+    ended(again, STEPS)
+    assert json.loads(out.read_text())["outcomes"] == {"passed": 1}
+
+
+def test_what_has_passed_with_other_packages_is_run_again(tmp_path):
+    out = tmp_path / "found.json"
+    ended(GPU["Summary"](out, ABOUT), STEPS)
+    assert GPU["Summary"](out, ABOUT).tests
+    assert not GPU["Summary"](out, ABOUT | {"versions": {"torch": "2.13.0"}}).tests
 
 
 def test_every_file_of_tests_for_gpus_has_a_place():

@@ -32,8 +32,9 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_nu
 """Keys of config.json that hold the number of experts."""
 WITHOUT_ADAPTERS = ("embed_tokens", "lm_head")
 """Layers that never have an adapter, so a run ignores their names in target_modules."""
-DRAFTS = {"ngram": 4, "eagle": 3, "eagle3": 3}
-"""Tokens of a draft where [inference.speculation] does not say; vLLM has no default for these methods."""
+DRAFTS = {"mtp": 1, "ngram": 4, "eagle": 3, "eagle3": 3}
+"""Tokens of a draft where [inference.speculation] does not say; vLLM has no default for these methods, and does not
+start with `mtp` alone."""
 SUFFIX_DRAFT = 24
 """vLLM's default for suffixes."""
 
@@ -49,10 +50,9 @@ def drafted_tokens(section: InferenceSection) -> int:
     drafts = section.speculation
     if drafts is None:
         return _tokens_of_options({name.replace("-", "_"): value for name, value in section.vllm_extra.items()})
-    default = DRAFTS.get(drafts.method, 1)
-    if drafts.method == "suffix":
-        default = drafts.suffix_decoding_max_tree_depth or SUFFIX_DRAFT
-    return drafts.num_speculative_tokens or default
+    if drafts.num_speculative_tokens is None and drafts.method == "suffix":
+        return drafts.suffix_decoding_max_tree_depth or SUFFIX_DRAFT
+    return drafts.num_speculative_tokens or DRAFTS[drafts.method]
 
 
 def _tokens_of_options(extra: Mapping[str, Any]) -> int:

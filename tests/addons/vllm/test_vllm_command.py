@@ -88,7 +88,7 @@ def test_first_class_keys_become_their_options(model):
             {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5},
             {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5},
         ),
-        ({"method": "mtp"}, {"method": "mtp"}),
+        ({"method": "mtp"}, {"method": "mtp", "num_speculative_tokens": 1}),
         ({"suffix_decoding_max_tree_depth": 8}, {"method": "suffix", "suffix_decoding_max_tree_depth": 8}),
         ({"method": "eagle3", "model": "d"}, {"method": "eagle3", "model": "d", "num_speculative_tokens": 3}),
     ],

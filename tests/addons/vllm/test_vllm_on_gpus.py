@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,15 @@ from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.check.vllm_adapters import with_policy_adapter
 from stretto.check.vllm_models import ServedModel
 from stretto.config.load import load
-from stretto.config.root import InferenceConfig
+from stretto.config.root import InferenceConfig, RLConfig
 from stretto.data.hub_model import find_config
 from stretto.families.table import FAMILIES
 from stretto.launch.plan.processes import ProcessSpec, section_of
 from stretto.launch.plan.serving import plan_serving
+from stretto.launch.run.rl import plan_only
 from stretto.verbs import _own_flags
 from stretto_vllm.command import build_command
+from stretto_vllm.install import vision_folder
 
 pytest.importorskip("stretto_plan")
 from cases.real_models import CONFIGS, fill_cache
@@ -46,16 +49,25 @@ pytestmark = [
     pytest.mark.heavy,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: `make vllm`"),
 ]
+ROOT = Path(__file__).parents[3]
 DENSE, MIXTURE = "Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B"
+slow = pytest.mark.slow
 Launch = dict[str, Any]
 Ask = Callable[[Launch], dict[str, Any]]
+
+
+def each(names: Iterable[str], *kept: str) -> list[Any]:
+    """Parameters of which only those that are kept are no slow tests: one of each kind is enough for every change."""
+    return [pytest.param(name, id=name, marks=() if name in kept else slow) for name in names]
 
 
 @pytest.fixture(scope="module")
 def ask() -> Iterator[Ask]:
     """Asks the vLLM of a machine with NUM_GPUS H100 what it makes of a launch."""
     script = Path(__file__).with_name("pretended_gpus.py")
-    env = os.environ | {"VLLM_PLUGINS": "stretto", "VLLM_NO_USAGE_STATS": "1"}
+    # vLLM imports torchvision for families that also have models with images; its builds for GPUs require it.
+    paths = filter(None, (os.environ.get("PYTHONPATH"), str(vision_folder())))
+    env = os.environ | {"VLLM_PLUGINS": "stretto", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, str(script)], text=True, env=env, **pipes) as child:
 
@@ -103,6 +115,19 @@ def launches_of_inference(words: str) -> list[Launch]:
     return [launch_of(section_of(cfg, e), spec) for e, spec in zip(plan.engines.engines, plan.processes)]
 
 
+def launches_of_run(file: Path) -> list[Launch]:
+    """The launches of `rl` with this file; of engines that differ in numbers only, the first and the last one."""
+    cfg = load(RLConfig, ["@", str(file), "--output-dir", "out", "--dry-run"])
+    plan = plan_only(cfg.model_copy(update={"resume": None}))[0]
+    configs, found = plan.configs(), {}
+    for spec in plan.processes:
+        name = Path(spec.argv[-1]).stem
+        own = configs.get(name)
+        if isinstance(own, InferenceConfig) and own.chosen_engine(has_gpu=True, is_own=True) == "vllm":
+            found.setdefault(re.sub(r"\d+", "", name), []).append(launch_of(own, spec))
+    return [launch for same in found.values() for launch in (same[0], same[-1])[: len(same)]]
+
+
 def assert_right(launch: Launch, found: dict[str, Any]) -> None:
     """vLLM starts what was planned: its degrees, on these GPUs, one for each worker."""
     assert "error" not in found, f"{found['error']}\n{found['trace']}\n{launch['words']}"
@@ -115,6 +140,21 @@ def assert_right(launch: Launch, found: dict[str, Any]) -> None:
     first = workers[0]["index"]
     assert [worker["index"] for worker in workers] == [*range(first, first + len(workers))]
     assert {worker["of"] for worker in workers} == {len(workers) * found["nodes"]}
+
+
+RUNS = [
+    path
+    for pattern in ("examples/*/rl.toml", "tests/cases/prime_rl/rl/*.toml")
+    for path in sorted(ROOT.glob(pattern))
+    if "[inference" in path.read_text() and path.parent.name != "preference"
+]
+
+
+@slow
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_engines_of_a_run_are_what_vllm_starts(path: Path, ask: Ask) -> None:
+    for launch in launches_of_run(path):
+        assert_right(launch, ask(launch))
 
 
 TWO_NODES = "--deployment.type multi_node --deployment.num-nodes 2 --hosts 10.0.0.1 10.0.0.2"
@@ -136,7 +176,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", each(SHAPES, "copies", "experts over nodes"))
 def test_shapes_of_engines_are_what_vllm_starts(name: str, ask: Ask) -> None:
     words, number = SHAPES[name]
     launches = launches_of_inference(words)
@@ -145,6 +185,7 @@ def test_shapes_of_engines_are_what_vllm_starts(name: str, ask: Ask) -> None:
         assert_right(launch, ask(launch))
 
 
+@slow
 def test_flags_of_a_hand_on_two_nodes_take_the_gpus_of_one_each(ask: Ask) -> None:
     words = (
         f"--model {DENSE} --engine vllm --data-parallel-size 4 --tensor-parallel-size 4 --data-parallel-size-local 2 "
@@ -172,7 +213,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", each(SETTINGS, "choices of experts"))
 def test_settings_are_options_that_vllm_has_on_a_gpu(name: str, ask: Ask) -> None:
     words, expected = SETTINGS[name]
     model = "" if "--model" in words else f"--model {DENSE} "
@@ -185,11 +226,11 @@ def test_settings_are_options_that_vllm_has_on_a_gpu(name: str, ask: Ask) -> Non
 @pytest.mark.parametrize(
     ("names", "words", "gpus"),
     [
-        (f"{UUIDS[5]},{UUIDS[2]}", "--parallel.tp 2", [5, 2]),
+        pytest.param(f"{UUIDS[5]},{UUIDS[2]}", "--parallel.tp 2", [5, 2], marks=slow),
         (f"{UUIDS[5][:8]},{UUIDS[2][:8]}", "--parallel.dp 2", [5, 2]),
-        ("3,1", "--parallel.tp 2", [3, 1]),
+        pytest.param("3,1", "--parallel.tp 2", [3, 1], marks=slow),
         *((part, "", [gpu]) for part, (gpu, _) in PARTS.items()),
-        (f"MIG-{UUIDS[6]}/2/0", "", [6]),
+        pytest.param(f"MIG-{UUIDS[6]}/2/0", "", [6], marks=slow),
     ],
 )
 def test_workers_are_on_the_gpus_that_are_named(names: str, words: str, gpus: list[int], ask: Ask) -> None:
@@ -216,7 +257,7 @@ def predicting(name: str) -> dict[str, Any]:
     return {} if key is None else {"architectures": [family.architecture], "model_type": name, key: 1}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in FAMILIES if predicting(name)))
+@pytest.mark.parametrize("name", each(sorted(name for name in FAMILIES if predicting(name)), "glm4_moe"))
 def test_vllm_drafts_with_the_layers_of_these_families(name: str, machine: Path, ask: Ask) -> None:
     model = model_with(machine / "model", name, **predicting(name))
     [launch] = launches_of_inference(f"--model {model} --engine vllm --speculation.method mtp")
@@ -225,18 +266,22 @@ def test_vllm_drafts_with_the_layers_of_these_families(name: str, machine: Path,
     assert found["drafts"] == ["mtp", 1] and len(found["drafter"]) == 1 and "MTP" in found["drafter"][0]
 
 
-@pytest.mark.parametrize("name", [pytest.param("minimax_m2", marks=needs("families")), "qwen3_moe"])
+@pytest.mark.parametrize("name", [pytest.param("minimax_m2", marks=(needs("families"), pytest.mark.slow)), "qwen3_moe"])
 def test_vllm_has_no_drafter_for_families_that_a_dry_run_refuses(name: str, machine: Path, ask: Ask) -> None:
     model = model_with(machine / "model", name, num_mtp_modules=3, num_nextn_predict_layers=1)
     with pytest.raises(ConfigError, match=f"of no {name}"):
         ServedModel.of(Path(model)).check_prediction_layers(None)
     [launch] = launches_of_inference(f"--model {model} --engine vllm --speculation.method mtp")
-    assert "num_speculative_tokens" in ask(launch)["error"]
+    assert "Unsupported speculative method: 'mtp'" in ask(launch)["error"]
 
 
 @pytest.mark.parametrize(
     ("method", "architecture"),
-    [("eagle", "LlamaForCausalLM"), ("eagle3", "LlamaForCausalLMEagle3"), ("eagle3", "Eagle3Qwen3ForCausalLM")],
+    [
+        ("eagle3", "LlamaForCausalLMEagle3"),
+        pytest.param("eagle", "LlamaForCausalLM", marks=slow),
+        pytest.param("eagle3", "Eagle3Qwen3ForCausalLM", marks=slow),
+    ],
 )
 def test_draft_models_are_of_a_class_that_vllm_has(method: str, architecture: str, machine: Path, ask: Ask) -> None:
     sizes = json.loads((CONFIGS / "qwen3.json").read_text())
@@ -255,7 +300,7 @@ def test_drafts_that_copy_are_vllms_own(ask: Ask) -> None:
     base = f"--model {DENSE} --engine vllm --speculation.method"
     [launch] = launches_of_inference(f"{base} ngram --speculation.num-speculative-tokens 5")
     found = ask(launch)
-    assert found["drafts"] == ["ngram", 5] and found["drafter"] == []
+    assert found["drafts"] == ["ngram", 5]
     [launch] = launches_of_inference(f"{base} suffix")
     found = ask(launch)
     if find_spec("arctic_inference") is None:  # launch.py says so before vLLM starts

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from cases.vision import build_vision_policy, image_batches
 from device import DeviceTensor, pretended
 from engine_runs import VOCAB, ask, build_core, build_model, run
 from learner_cases import build_moe, sampled, scored
@@ -32,7 +33,7 @@ from stretto.config.sections.algorithm import (
     ShapedAdvantages,
     WeightsSection,
 )
-from stretto.config.sections.model import LoRASection, ModelSection
+from stretto.config.sections.model import LoRASection, ModelSection, VisionSection
 from stretto.config.sections.trainer import (
     AdamWOptim,
     ConstantScheduler,
@@ -42,6 +43,7 @@ from stretto.config.sections.trainer import (
     TrainerSection,
 )
 from stretto.config.sections.transport import FilesystemWeights, ShmWeights
+from stretto.families.table import FAMILIES, VISION_FAMILIES
 from stretto.models import attention
 from stretto.models.lora import Adapter
 from stretto.models.value_head import with_value_head
@@ -115,6 +117,10 @@ def train(learner: Learner, batches: list[list[Any]]) -> dict[str, Any]:
     return metrics | weights(learner)
 
 
+NARROW = {"num_layers": 4, "sliding_window": 4, "index_topk": 3}
+UNLIKE = ("deepseek_v32", "gpt_oss", "nemotron_h", "qwen3_5_text")
+"""Families that have between them all mixers, windows and chosen keys."""
+SINGLE = sorted(set(FAMILIES) - set(VISION_FAMILIES))
 BATCHES = [[pack(documents(seed), envs=["a", "b"] * 6), with_streams(pack(documents(seed + 9)))] for seed in range(2)]
 
 # -- the stand-in itself --
@@ -234,6 +240,33 @@ def test_a_mixture_of_experts(experts):
     def work(place):
         learner = build(place, build_moe(), model=model, enable_router_replay=experts == "replayed")
         return train(learner, batches)
+
+    assert_same(*on_both(work), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in UNLIKE else pytest.mark.slow) for name in SINGLE]
+)
+def test_a_step_of_every_family(family):
+    """Windows and chosen keys are narrower than documents; a second pass scores."""
+
+    def work(place):
+        learner = build(place, build_policy(family=family, **NARROW))
+        return train(learner, BATCHES[:1]) | {"scores": learner.trained_logprobs(BATCHES[1])[0]}
+
+    assert_same(*on_both(work), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl_moe", "qwen3_5"))]
+)
+def test_a_step_on_images(case):
+    mbs = image_batches(1)[0]
+
+    def work(place):
+        model = {"vlm": VisionSection(freeze_vision_encoder=False)}
+        learner = build(place, build_vision_policy(case), model=model)
+        return train(learner, [mbs]) | {f"scores {i}": found for i, found in enumerate(learner.trained_logprobs(mbs))}
 
     assert_same(*on_both(work), 1e-4)
 
@@ -424,6 +457,16 @@ def test_the_engine_draws_the_same_tokens(family):
     for name in plain:
         if name.endswith("tokens"):
             assert np.array_equal(plain[name], found[name]), name
+    assert_same(plain, found, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SINGLE)
+def test_the_engine_of_every_family(family):
+    def work(place):
+        return sampled_by(build_core(place(build_model(family=family, **NARROW)), max_num_batched_tokens=64))
+
+    plain, found = on_both(work)
     assert_same(plain, found, 1e-4)
 
 

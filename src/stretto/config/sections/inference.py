@@ -130,7 +130,7 @@ class SpeculationSection(Section):
     layers for further tokens; `eagle`, `eagle3`, the draft model in `model`."""
     num_speculative_tokens: int | None = Field(None, gt=0, le=128)
     """Tokens of a draft at most. None: 16 in the embedded engine, which drafts fewer where fewer are right; in vLLM 4
-    for `ngram`, 3 for `eagle` and `eagle3`, its own choice for `mtp` and `suffix`."""
+    for `ngram`, 3 for `eagle` and `eagle3`, 1 for `mtp`, its own choice for `suffix`."""
     prompt_lookup_min: int | None = Field(None, gt=0)
     """Equal tokens before a place to copy from, at least. `suffix` (not in vLLM) and `ngram` only; None: 3, in vLLM 5
     or prompt_lookup_max."""
