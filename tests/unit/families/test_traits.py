@@ -148,8 +148,8 @@ except ConfigError as error:
     ("value", "found"),
     [
         ("families_of_mine:MADE_UP", "MadeUpForCausalLM is made up"),
-        ("families_of_mine:Family", "entry point made_up of stretto.families: .*:Family is .*, which is no Family"),
-        ("stretto.families.own.dense:QWEN3", "entry point made_up .*: .*:QWEN3 is 'qwen3', which another family is"),
+        ("families_of_mine:Family", "entry point made_up of stretto.families, .*:Family`: it is .*, which is no Family"),
+        ("stretto.families.own.dense:QWEN3", "entry point made_up .*:QWEN3`: it is 'qwen3', which another family is"),
     ],
 )
 def test_a_package_of_a_user_offers_a_family_by_an_entry_point(tmp_path: Path, value: str, found: str) -> None:

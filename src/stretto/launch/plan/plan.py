@@ -385,7 +385,7 @@ def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
             | {"env": [env.model_dump(exclude={"interval"}) for env in section.env] or trained},
             # Without the run's port, which may be taken by then: the eval takes a free one.
             "inference": engine.model_dump(exclude={"model": True, "api_key": True, "server": {"port"}}),
-            "renderer": cfg.orchestrator.renderer,
+            "renderer": cfg.orchestrator.renderer.model_dump(exclude_unset=True),
             "tokenizer": cfg.tokenizer,
             "seq_len": cfg.seq_len,
             "seed": cfg.seed,

@@ -184,7 +184,8 @@ class Saver:
             with shown if is_lead_process() else nullcontext():
                 write_directory(directory, slices, values, self._group)
         except OSError as error:
-            error.filename = error.filename or str(directory)  # a write to an open file names none
+            if error.errno and not error.filename:  # a write to an open file names none
+                error.filename = str(directory)
             raise
         if not is_lead_process():
             return
