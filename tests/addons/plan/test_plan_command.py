@@ -134,7 +134,7 @@ def test_a_plan_says_at_which_step_a_budget_ends(known_cpu, capsys) -> None:
 def test_a_plan_says_where_steering_settles(known_cpu, capsys) -> None:
     steered = ["--orchestrator.max-async-level", "1", "--orchestrator.steering.max-level", "4"]
     slow = ["--gpu", "H100", "--turn-wait-s", "60:0.5", "--turns", "2", "--simulated-steps", "20"]
-    steered += ["--orchestrator.batch-size", "64"]
+    steered += ["--orchestrator.batch-size", "32"]
     found = planned(capsys, *slow, *steered)
     speeds = {each["level"]: each["tokens_per_s"] for each in found["steering"]}
     assert {each["update_interval"] for each in found["steering"]} == {1}
