@@ -148,7 +148,7 @@ except ConfigError as error:
     ("value", "found"),
     [
         ("families_of_mine:MADE_UP", "MadeUpForCausalLM is made up"),
-        ("families_of_mine:Family", "entry point made_up of stretto.families, .*:Family`: it is .*, which is no Family"),
+        ("families_of_mine:Family", "entry point made_up of .*:Family`: it is .*, which is no Family"),
         ("stretto.families.own.dense:QWEN3", "entry point made_up .*:QWEN3`: it is 'qwen3', which another family is"),
     ],
 )
