@@ -3,8 +3,9 @@
 # make dynamo install NVIDIA Dynamo's frontend, in an environment of its own (.venv/opt/dynamo)
 # make megatron  install Megatron-Core for the trainer, with Python 3.12 or newer, in an environment of its own
 #             (.venv/opt/megatron); make test-megatron: its tests there
+# make triton  install Triton (200 MB) beside the rest (.venv/opt/triton), where tests run its kernels on a CPU; make test-triton: these
 # make vllm   add the CPU build of vLLM and its router to .venv
-# make test   install what the tests need and run them, but for those marked slow (12 minutes on two cores)
+# make test   install what the tests need and run them, but for those marked slow (10 minutes on two cores)
 # make test-fast  the unit tests that are not marked heavy (a minute); make test-all: all tests, the slow ones too, Dynamo
 #             and a browser
 # make test-core  the unit tests that are not marked heavy of the core alone, in a copy without the add-ons; make test-without
@@ -29,7 +30,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(IS_SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo install lock vllm dynamo megatron test-megatron test test-fast test-core test-without test-all test-cluster test-launchers lint docs clean
+.PHONY: demo install lock vllm dynamo megatron test-megatron triton test-triton test test-fast test-core test-without test-all test-cluster test-launchers lint docs clean
 .DEFAULT_GOAL := demo
 
 # Python may keep what it compiles: the demo is the first to import what was installed.
@@ -43,6 +44,8 @@ vllm: $(VENV)/installed-vllm
 dynamo: $(VENV)/opt/dynamo/installed
 
 megatron: $(VENV)/opt/megatron/installed
+
+triton: $(VENV)/opt/triton/installed
 
 # Python may keep what it compiles: hundreds of processes would compile it again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -62,6 +65,9 @@ endif
 
 test-megatron: $(VENV)/installed-dev $(VENV)/opt/megatron/installed
 	$(PYTEST) $(or $(ARGS),tests/addons/megatron)
+
+test-triton: $(VENV)/installed-dev $(VENV)/opt/triton/installed
+	$(PYTEST) $(or $(ARGS),tests/addons/triton)
 
 # Files of tests in memory, where it is a folder with a gigabyte to spare, which that of a container often has not: a ledger
 # is opened and closed in a hundredth of the time.
@@ -183,6 +189,11 @@ $(VENV)/opt/dynamo/installed: | $(VENV)/torch
 	$(VENV)/opt/dynamo/bin/python -m pip install -q --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
 	$(VENV)/opt/dynamo/bin/python -m pip install -q 'aiohttp>=3.14.3,<4' 'msgspec>=0.19' 'prometheus-client<1' \
 		'pyzmq>=26' 'transformers>=4.56' 'zstandard<1' uvloop 'pydantic<=2.13.5'
+	@touch $@
+
+# A folder that only those tests look into: torch would use it where it finds it.
+$(VENV)/opt/triton/installed: | $(VENV)/torch
+	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/opt/triton triton==3.6.0
 	@touch $@
 
 # Its own environment: Megatron-Core needs Python 3.12, whatever the rest of a run has.
