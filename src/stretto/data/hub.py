@@ -76,8 +76,7 @@ def read_hub(source: HubSource, setting: str, *, is_streamed: bool) -> Iterator[
     be fetched.
     """
     rows = _read(source, setting, is_streamed)
-    if is_streamed:
-        _streams.add(rows)
+    _open_rows.add(rows)
     return rows
 
 
@@ -90,19 +89,18 @@ def _read(source: HubSource, setting: str, is_streamed: bool) -> Generator[tuple
         where = f"after row {number}: " if number else ""
         raise DataError(f"{setting} = {str(source)!r}: {where}{_message_of(cause)}") from cause
     finally:
-        if is_streamed:
-            gc.collect()  # ends Arrow's threads if the stream was not read to its end
+        gc.collect()  # ends Arrow's threads, of a stream that was not read to its end and of what made a cache
 
 
-_streams: weakref.WeakSet[Generator[tuple[str, dict[str, Any]], None, None]] = weakref.WeakSet()
+_open_rows: weakref.WeakSet[Generator[tuple[str, dict[str, Any]], None, None]] = weakref.WeakSet()
 
 
 @atexit.register
-def _close_streams() -> None:
-    """Close open streams before Python shuts down, when Arrow's threads would abort the process."""
-    for stream in list(_streams):
+def _close_rows() -> None:
+    """Close what is read before Python shuts down, when Arrow's threads would abort the process."""
+    for rows in list(_open_rows):
         with contextlib.suppress(ValueError):  # another thread is reading it
-            stream.close()
+            rows.close()
 
 
 def _open(source: HubSource, setting: str, is_streamed: bool) -> Iterable[dict[str, Any]]:
