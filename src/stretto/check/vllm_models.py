@@ -104,11 +104,8 @@ class ServedModel:
         """
         if self.family not in get_args(Family):
             return
-        key, file, method = (
-            self.traits.vllm.prediction_key,
-            self.directory / "config.json",
-            "inference.speculation.method",
-        )
+        method, file = "inference.speculation.method", self.directory / "config.json"
+        key = self.traits.vllm.prediction_key
         if key is None:
             raise ConfigError(
                 f'{method} = "mtp": vLLM drafts with layers for further tokens (num_nextn_predict_layers) of no '

@@ -117,14 +117,14 @@ class Window:
 
     def add(self, now: float, tokens: float, ess: float, age: float, waited_s: float, power: float) -> None:
         """Add a step; a token is worth ess ** power."""
-        self.steps, self.tokens, self.effective = (
-            self.steps + 1,
-            self.tokens + tokens,
-            self.effective + tokens * ess**power,
-        )
-        self.fresh = self.fresh + tokens * ess
-        self.aged, self.waited_s = self.aged + tokens * age, self.waited_s + waited_s
-        self.squares, self.ended = self.squares + (now - self.ended) ** 2, now
+        self.steps += 1
+        self.tokens += tokens
+        self.effective += tokens * ess**power
+        self.fresh += tokens * ess
+        self.aged += tokens * age
+        self.waited_s += waited_s
+        self.squares += (now - self.ended) ** 2
+        self.ended = now
 
     @property
     def took(self) -> float:
