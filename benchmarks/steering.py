@@ -132,7 +132,9 @@ def ratio(times: dict[str, float], of: str) -> float:
     """Steered over a level; over the best one if `of` is `best`."""
     fixed = {arm: took for arm, took in times.items() if arm != STEERED}
     below = min(fixed.values()) if of == "best" else fixed[of]
-    return times[STEERED] / below if below < math.inf else 1.0 if times[STEERED] == math.inf else 0.0
+    if times[STEERED] == below:  # both at once, or never
+        return 1.0
+    return times[STEERED] / below if below > 0 else math.inf
 
 
 def interval(values: list[float]) -> tuple[float, float]:
