@@ -16,14 +16,22 @@ __all__ = ["Run", "compare", "evaluate", "plot", "rl", "sft"]
 
 
 def __getattr__(name: str) -> Any:
-    """The Python interface is found and imported when it is asked for: a command needs none of it."""
+    """The Python interface is found and imported when it is asked for: a command needs none of it.
+
+    Raises: AttributeError, so that `hasattr` is False, also if the add-on that has it is not installed.
+    """
     if name not in __all__:
         import sys  # with the module Python adds the name that is meant
 
         text = f"module 'stretto' has no attribute {name!r}; it has {', '.join(__all__)}"
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
-    from stretto.addons import load
+    from stretto.addons import check, load
+    from stretto.base.errors import ConfigError
 
+    try:
+        check("stretto.names", name, f"stretto.{name}")
+    except ConfigError as missing:
+        raise AttributeError(str(missing)) from missing
     return load("stretto.names", name, f"stretto.{name}")
 
 

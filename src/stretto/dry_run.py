@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Callable, Collection, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -448,17 +448,26 @@ def _check_epochs(cfg: SFTConfig) -> None:
 
     Raises: ConfigError if it does not.
     """
-    from stretto.config.sections.sft import PreferenceData
+    from stretto.config.sections.sft import PREFERENCE, PreferenceData
     from stretto.trainer.batch.sft_data import check_schedule, find_last_step, load_examples, read_rows
 
-    if cfg.max_epochs is None or cfg.scheduler.type == "constant" or isinstance(cfg.data, PreferenceData):
-        return  # pairs are counted when the run starts
+    if cfg.max_epochs is None or cfg.scheduler.type == "constant":
+        return
     steps = [getattr(cfg.scheduler, key, 0) for key in ("warmup_steps", "decay_steps")]
     enough = sum(each for each in steps if isinstance(each, int)) * cfg.batch_size // cfg.max_epochs
     most = min(enough, COUNTED_ROWS)
-    if sum(1 for _ in itertools.islice(read_rows(cfg.data, cfg.seed), most + 1)) > most:
+    data, renderer = cfg.data, lambda: _sft_renderer(cfg)
+    rows: Iterable[object]
+    if isinstance(data, PreferenceData):
+        pairs = addons.load("stretto.sft", "preference.rows", PREFERENCE)
+        rows = itertools.chain.from_iterable(pairs.read_pair_rows(data))
+        load = lambda: pairs.load_rows(cfg, data, renderer(), cfg.seq_len, "seq_len")
+    else:
+        rows = read_rows(data, cfg.seed)
+        load = lambda: load_examples(data, renderer(), cfg.loss_mask, cfg.seq_len, cfg.seed)
+    if sum(1 for _ in itertools.islice(rows, most + 1)) > most:
         return
-    count = len(load_examples(cfg.data, _sft_renderer(cfg), cfg.loss_mask, cfg.seq_len, cfg.seed))
+    count = len(load())
     check_schedule(cfg, count, find_last_step(cfg, count))
 
 

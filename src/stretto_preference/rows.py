@@ -21,7 +21,7 @@ from stretto.base.errors import DataError, StrettoError
 from stretto.chat.backend import Message
 from stretto.chat.render import Renderer
 from stretto.chat.tokenizer import END_OF_TEXT, Tokenizer
-from stretto.config.sections.sft import LossMaskSection, PreferenceData
+from stretto.config.sections.sft import LossMaskSection, PreferenceData, RewardSection
 from stretto.data.image_columns import with_images
 from stretto.data.messages import parse_messages, parse_tools, refuse_unread
 from stretto.data.records import read_records
@@ -32,6 +32,8 @@ from stretto.trainer.batch.sft_data import Example, micro_batch_of, mix
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float64, Int32
+
+    from stretto.config.root import SFTConfig
 
 logger = logging.getLogger(__name__)
 
@@ -312,6 +314,15 @@ def _from_where_they_differ(prompt: str, first: Example, second: Example, render
     start = min(_common(own, example.token_ids.tolist()) for example in (first, second))
     masks = [example.is_trained & (np.arange(len(example.token_ids)) >= start) for example in (first, second)]
     return tuple(replace(example, is_trained=mask) for example, mask in zip((first, second), masks))
+
+
+def load_rows(cfg: SFTConfig, data: PreferenceData, renderer: Renderer, longest: int, limit: str) -> Pairs:
+    """The pairs of a data section as tokens; longest: of one sequence, as the key `limit` says."""
+    is_scored = isinstance(cfg.pair_loss, RewardSection)
+    limit, most = f"{limit} = {longest}", tokens_per_reply(cfg.seq_len, is_scored=is_scored)
+    if most < longest:
+        longest, limit = most, f"seq_len = {cfg.seq_len}"
+    return load_pairs(data, renderer, cfg.loss_mask, longest, is_scored=is_scored, limit=limit)
 
 
 def load_pairs(

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.chat.render import Renderer
 from stretto.chat.tokenizer import Tokenizer
 from stretto.config.root import SFTConfig
-from stretto.config.sections.sft import PreferenceData, RewardSection
+from stretto.config.sections.sft import RewardSection
 from stretto.models.hf import Policy
 from stretto.trainer.learner import Learner
 from stretto.trainer.learner import load_policy as load_language_model
 from stretto_preference.learner import PairLearner, load_reward_model, reference_of
-from stretto_preference.rows import Pairs, find_padding, load_pairs, pack_pairs, tokens_per_reply
+from stretto_preference.rows import Pairs, find_padding, load_rows, pack_pairs
+
+__all__ = ["adapt", "build_learner", "build_packer", "load_policy", "load_rows"]
 
 
 def load_policy(cfg: SFTConfig, **tokens: Any) -> Policy:
@@ -22,15 +23,6 @@ def load_policy(cfg: SFTConfig, **tokens: Any) -> Policy:
     if isinstance(cfg.pair_loss, RewardSection):
         return load_reward_model(cfg.model, **tokens)
     return load_language_model(cfg.model, may_be_meta=True, **tokens)
-
-
-def load_rows(cfg: SFTConfig, data: PreferenceData, renderer: Renderer, longest: int, limit: str) -> Pairs:
-    """The pairs of a data section as tokens; longest: of one sequence, as the key `limit` says."""
-    is_scored = isinstance(cfg.pair_loss, RewardSection)
-    limit, most = f"{limit} = {longest}", tokens_per_reply(cfg.seq_len, is_scored=is_scored)
-    if most < longest:
-        longest, limit = most, f"seq_len = {cfg.seq_len}"
-    return load_pairs(data, renderer, cfg.loss_mask, longest, is_scored=is_scored, limit=limit)
 
 
 def adapt(cfg: SFTConfig, policy: Policy, tokenizer: Tokenizer, pairs: Pairs) -> None:

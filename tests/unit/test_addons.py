@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import syntax
 
+import stretto
 from stretto import addons
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,13 @@ def test_entry_points_lead_to_what_the_core_can_load() -> None:
     for group, values in groups.items():
         assert addons.registered(group) == addons.offers(group) == values and f"    {group} " in (addons.__doc__ or "")
         assert set(addons.load_all(group)) == set(values)
+
+
+def test_python_has_no_name_whose_add_on_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(addons._found(), "stretto.names", {"rl": "stretto_gone.verbs:rl"})
+    assert not hasattr(stretto, "rl") and "rl" not in dir(stretto)
+    with pytest.raises(AttributeError, match="needs the add-on stretto_gone"):
+        stretto.rl  # noqa: B018
 
 
 def test_the_entry_points_of_an_installation_are_those_that_importlib_finds(tmp_path: Path) -> None:

@@ -40,13 +40,15 @@ _ROLE_WORDS |= {"developer": "system", "function": "tool", "ipython": "tool", "o
 
 
 def parse_messages(value: Any, key: str, where: str, role_of_text: str | None = None) -> list[dict[str, Any]]:
-    """The messages of a conversation in a record; with role_of_text, a text is one message of that role.
+    """The messages of a conversation in a record; one message may stand alone, and with role_of_text its text.
 
     Raises: DataError that names the invalid message.
     """
     if isinstance(value, str) and role_of_text is not None:
         refuse_surrogates(value, f"{where}: {key}")
         return [{"role": role_of_text, "content": value}]
+    if isinstance(value, dict):
+        return [parse_message(value, f"{where}: {key}")]
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: `{key}` must be a list of messages, got {short_repr(value)}.")
     return [parse_message(message, f"{where}: {key}[{i}]") for i, message in enumerate(value)]

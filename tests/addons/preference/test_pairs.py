@@ -13,6 +13,7 @@ from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logg
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.render import build_renderer
 from stretto.config.sections.sft import LossMaskSection, PreferenceData
+from stretto.dry_run import SCREENS
 from stretto.monitors.file import read_metrics
 from stretto.trainer import sft
 from stretto.trainer.batch.sft_data import parse_row, render_row
@@ -70,8 +71,9 @@ def texts(pair, renderer):
         {"prompt": "sort dcab", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"prompt": "sort dcab", "chosen": "abcd", "rejected": "acbd"},
         {"prompt": [USER], "chosen": "abcd", "rejected": "acbd", "step": 3},
+        {"prompt": USER, "chosen": GOOD, "rejected": BAD},
     ],
-    ids=["messages", "implicit", "repeated", "texts", "mixed"],
+    ids=["messages", "implicit", "repeated", "texts", "mixed", "alone"],
 )
 @pytest.mark.parametrize("is_scored", [False, True])
 def test_forms_of_a_row_are_the_same_pair(record, is_scored, renderer):
@@ -157,6 +159,11 @@ def test_the_close_of_a_thought_in_which_a_reply_was_cut_is_not_trained(renderer
         ),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {"text": "raw"}, 'text with data.text = "raw"'),
         ({"chosen": "b", "rejected": "c"}, {"text": "raw"}, "begin with different text"),
+        (
+            {"conversations": [], "chosen": {"from": "gpt", "value": "b"}, "rejected": {"from": "gpt", "value": "c"}},
+            {"prompt_key": "conversations"},
+            "f:1: chosen has no role; it has from, value: rename from to role, rename value to content",
+        ),
     ],
 )
 def test_a_wrong_row_is_refused_with_its_place(record, keys, said):
@@ -260,6 +267,16 @@ def pair_config(tmp_path, loss, **changes):
     rows = {"type": "preference", "name": str(path)}
     keys = {"data": rows, "val": {"interval": 4, "data": rows}, "loss": loss, "batch_size": 8}
     return config(tmp_path, **keys | changes)
+
+
+def test_a_schedule_that_does_not_fit_into_the_epochs_of_pairs_is_refused_by_a_dry_run(tmp_path):
+    run = {"max_steps": None, "max_epochs": 2, "ckpt": None}
+    linear = {"type": "linear", "warmup_steps": 3, "decay_steps": 4}
+    cfg = pair_config(tmp_path, {"type": "dpo"}, scheduler=linear, **run)
+    with pytest.raises(ConfigError, match=r"3 \+ 4, but max_epochs = 2 of 24 examples in batches of 8 are 6 steps"):
+        SCREENS["sft"](cfg)
+    fits = pair_config(tmp_path, {"type": "dpo"}, scheduler=linear | {"decay_steps": 3}, **run)
+    assert "trains 2 epochs" in SCREENS["sft"](fits)
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
