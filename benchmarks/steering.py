@@ -13,11 +13,15 @@ its steps. A curve is the isotonic fit of the versions' rewards: the best one th
 version crosses no target. All runs of a task and a seed share their start. How far luck goes is told in two ways: for
 one seed by a bootstrap (`DRAWS` times other residuals around the curves, with targets and crossings anew), for all
 of them together by their standard error. A ratio whose interval has 1 in it is marked with `~`.
+
+The best of four levels of one seed is partly the luckiest, and nobody knows it before. So a task is also judged by the
+means of its seeds' curves: the level that is best for the task against steering, by other draws of the seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import math
 import random
@@ -47,7 +51,12 @@ WIDTH, DRAWS = 3, 400
 COSTS = {"train_s": 0.25, "play_s": 0.03, "load_s": 0.02, "publish_s": 0.02}
 CONSTANT = json.dumps({"type": "constant", "warmup_steps": 10})
 
+GRID_S = 2.0
+"""Seconds between two points of a mean curve."""
+
 Row = dict[str, Any]
+Curve = tuple[list[float], list[float], list[float]]
+"""Seconds, reward and number of rollouts of the versions."""
 
 
 def train(work: Path, task: str, model: Path, arm: str, args: argparse.Namespace, seed: int) -> Row:
@@ -77,8 +86,8 @@ def train(work: Path, task: str, model: Path, arm: str, args: argparse.Namespace
 # -- curves --
 
 
-def points(row: Row) -> tuple[list[float], list[float], list[float]]:
-    """Seconds, reward and number of rollouts of the versions that have some."""
+def points(row: Row) -> Curve:
+    """The curve of the versions that have rollouts."""
     rows = [each for each in zip(row["at"], row["reward"], row["rollouts"], strict=True) if each[2] > 0]
     at, reward, num = map(list, zip(*rows))
     return at, reward, num
@@ -105,10 +114,21 @@ def seconds_to(at: list[float], rewards: list[float], num: list[float], target: 
     return next((seconds for seconds, value in zip(at, fit) if value >= target), math.inf)
 
 
-def times_of(curves: dict[str, tuple[list[float], list[float], list[float]]]) -> dict[str, float]:
-    """By arm, the seconds to the target, which follows from level 1 and the start of all."""
+def ends_of(curves: dict[str, Curve]) -> tuple[float, float]:
+    """The reward at the start of all arms, and at the end of level 1."""
     start = sum(rewards[0] * num[0] for _, rewards, num in curves.values()) / sum(num[0] for *_, num in curves.values())
-    end = statistics.fmean(curves["1"][1][-END:])
+    return start, statistics.fmean(curves["1"][1][-END:])
+
+
+def on_grid(curve: Curve, last: float) -> list[float]:
+    """The fit of a curve every GRID_S seconds, up to a second."""
+    at, fit = curve[0], isotonic(curve[1], curve[2])
+    return [fit[max(bisect.bisect_right(at, GRID_S * i) - 1, 0)] for i in range(int(last / GRID_S) + 1)]
+
+
+def times_of(curves: dict[str, Curve]) -> dict[str, float]:
+    """By arm, the seconds to the target, which follows from level 1 and the start of all."""
+    start, end = ends_of(curves)
     return {arm: seconds_to(*curve, start + WAY * (end - start)) for arm, curve in curves.items()}
 
 
@@ -148,6 +168,50 @@ def shown(value: float, low: float, high: float) -> str:
     return f"{'~' if low <= 1 <= high else ''}{value:.2f} ({low:.2f} to {high:.2f})"
 
 
+def times_together(curves: dict[str, list[list[float]]], starts: list[float], ends: list[float]) -> dict[str, float]:
+    """By arm, the seconds until the mean of the seeds' curves is there; curves: of each arm the seeds', on the grid."""
+    target = (1 - WAY) * statistics.fmean(starts) + WAY * statistics.fmean(ends)
+    means = {arm: map(statistics.fmean, zip(*own)) for arm, own in curves.items()}
+    return {
+        arm: next((GRID_S * i for i, mean in enumerate(mean_of) if mean >= target), math.inf)
+        for arm, mean_of in means.items()
+    }
+
+
+def report_together(rows: list[Row], seed: int = 0) -> None:
+    """Print of each task the times of the means of its seeds' curves, steered over the best level and over level 1."""
+    for task in dict.fromkeys(row["task"] for row in rows):
+        own = [row for row in rows if row["task"] == task]
+        arms = list(dict.fromkeys(row["arm"] for row in own))
+        by_seed = {
+            number: {row["arm"]: points(row) for row in own if row["seed"] == number}
+            for number in {row["seed"] for row in own}
+        }
+        by_seed = {number: curves for number, curves in by_seed.items() if set(curves) == set(arms)}
+        if len(by_seed) < 2 or not {"1", STEERED} <= set(arms):
+            continue
+        last = max(at[-1] for curves in by_seed.values() for at, *_ in curves.values())
+        found = [
+            ({arm: on_grid(curve, last) for arm, curve in curves.items()}, *ends_of(curves))
+            for curves in by_seed.values()
+        ]
+
+        def times(of: list[Any], arms: list[str] = arms) -> dict[str, float]:
+            curves = {arm: [each[0][arm] for each in of] for arm in arms}
+            return times_together(curves, [each[1] for each in of], [each[2] for each in of])
+
+        took, rng = times(found), random.Random(seed)
+        best = min((arm for arm in arms if arm != STEERED), key=lambda arm: took[arm])
+        draws = [times(rng.choices(found, k=len(found))) for _ in range(DRAWS)]
+        texts = [
+            f"{shown(ratio(took, of), *interval([ratio(draw, of) for draw in draws]))} of level {of}"
+            for of in (best, "1")
+        ]
+        print(
+            f"{task}, {len(found)} seeds   {'  '.join(f'{arm}: {took[arm]:.1f}' for arm in arms)}   {', '.join(texts)}"
+        )
+
+
 def report(rows: list[Row]) -> dict[str, dict[str, float]]:
     """Print the times of each task and seed, and the mean ratios of all; by task and seed, the times."""
     found: dict[str, dict[str, float]] = {}
@@ -172,6 +236,7 @@ def report(rows: list[Row]) -> dict[str, dict[str, float]]:
             mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
             text = shown(math.exp(mean), math.exp(mean - 2 * error), math.exp(mean + 2 * error))
             print(f"all {len(values)}: {text} of {'the best level' if key == 'best' else 'level 1'}")
+    report_together(rows)
     return found
 
 

@@ -116,7 +116,7 @@ def test_a_plan_tries_the_levels_that_a_run_tries(tmp_path) -> None:
     words = words_of(tmp_path, rl_config(orchestrator=given))
     measured = replace(FREE, train=((1.0, 4.0), (2.0, 4.0)), decode=((1.0, 1e-6), (2.0, 1e-6)), update_s=0.0)
     costs = Costs(build_setup(load(RLConfig, words, verb="rl"), gpu="H100"), measured=measured)
-    for wait_s, sigma, levels in ((100.0, 0.3, [8]), (17.0, 0.0, [3]), (1.0, 0.5, [])):
+    for wait_s, sigma, levels in ((100.0, 0.3, [4]), (17.0, 0.0, [3]), (1.0, 0.5, [])):
         workload = Workload(Numbers(200), Numbers(50), score_s=Numbers(wait_s, sigma))
         delays = random.Random(1)
         engine = FakeEngine(parrot(0.5), delay=lambda _, draw=workload.score_s.draw, rng=delays: draw(rng))

@@ -356,11 +356,12 @@ class SteeringSection(Section):
     effective: Literal["tokens", "rollouts"] = "tokens"
     """Whose effective sample size counts: `ess/tokens`, or `ess/rollouts`, which falls much faster with age, so that it
     needs a lower min_ess."""
-    ess_power: float = Field(2.0, ge=0)
-    """How fast what a token teaches falls with the effective sample size. 1: as its variance alone says; 2 is what runs
+    ess_power: float = Field(4.0, ge=0)
+    """How fast what a token teaches falls with the effective sample size. 1: as its variance alone says; 4 is what runs
     at fixed levels have shown, since weights per token do not make up for all of the way from the sampler."""
-    min_ess: float = Field(0.7, ge=0, lt=1)
-    """Below this effective sample size the level is lowered, whatever the speed; one that should be is not tried."""
+    min_ess: float = Field(0.8, ge=0, lt=1)
+    """Below this effective sample size (median of the measured steps) the level is lowered, whatever the speed; one that
+    should be is not tried."""
     retry: int = Field(8, ge=1)
     """Decisions after which a level that did not earn its gain is tried again; twice as many after each failure."""
 

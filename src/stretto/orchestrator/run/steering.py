@@ -30,7 +30,7 @@ and the logarithm of the effective sample size grows with their age.
 
 The gain of a level is measured against the highest one below it that is known: d levels more must give d * min_gain.
 Where rollouts take very different times ten steps say little, so a level is condemned only if its gain is too small by
-more than its standard error, which follows from how unequal the steps were. Time, tokens and waits are arguments:
+more than DOUBT standard errors, which follow from how unequal the steps were. Time, tokens and waits are arguments:
 nothing here waits or asks.
 """
 
@@ -50,6 +50,8 @@ EVENT = "steering"
 MEMORY = 24  # decisions after which what was measured of a level is forgotten
 MOST_WEIGHT = 6  # measurements of a level that count; of more the older ones fade
 LARGE_WAIT = 1 / 3
+DOUBT = 2  # standard errors by which the gain of a level must be too small
+MOST_TIMES = 4  # the level that one decision goes up to, at most: what older tokens are worth is only estimated
 EARLY_STEPS = 4
 NUM_UPDATES = 9  # the latest updates whose median cost counts
 LEAST_GAIN = -0.999_999  # of an interval whose tokens would be worth nothing
@@ -103,28 +105,29 @@ class Window:
 
     began: float
     ended: float
-    steps: float = 0.0
+    power: float
+    """A token is worth the effective sample size to this power."""
     tokens: float = 0.0
-    effective: float = 0.0
-    """Tokens times their worth."""
-    fresh: float = 0.0
-    """Tokens times their effective sample size."""
     waited_s: float = 0.0
     aged: float = 0.0
     """Tokens times their mean age in versions."""
     squares: float = 0.0
     """The seconds of each step, squared."""
+    sizes: list[float] = field(default_factory=list)
+    """The effective sample size of each step."""
 
-    def add(self, now: float, tokens: float, ess: float, age: float, waited_s: float, power: float) -> None:
-        """Add a step; a token is worth ess ** power."""
-        self.steps += 1
+    def add(self, now: float, tokens: float, ess: float, age: float, waited_s: float) -> None:
+        """Add a step."""
         self.tokens += tokens
-        self.effective += tokens * ess**power
-        self.fresh += tokens * ess
         self.aged += tokens * age
         self.waited_s += waited_s
         self.squares += (now - self.ended) ** 2
+        self.sizes.append(ess)
         self.ended = now
+
+    @property
+    def steps(self) -> int:
+        return len(self.sizes)
 
     @property
     def took(self) -> float:
@@ -133,8 +136,15 @@ class Window:
 
     @property
     def ess(self) -> float:
-        """Effective sample size of all tokens."""
-        return self.fresh / max(self.tokens, 1.0)
+        """The effective sample size, as the median of the steps: one token with a ratio of a hundred, which losses
+        truncate, takes most of a step's.
+        """
+        return statistics.median(self.sizes) if self.sizes else 1.0
+
+    @property
+    def effective(self) -> float:
+        """Effective tokens."""
+        return float(self.tokens * self.ess**self.power)
 
     @property
     def age(self) -> float:
@@ -234,7 +244,7 @@ class Steering:
 
     def start(self, now: float) -> None:
         """Rollouts begin. Without this call the first round says nothing."""
-        self._first_round = Window(now, now)
+        self._first_round = Window(now, now, self.cfg.ess_power)
 
     def add_step(
         self, step: int, now: float, tokens: float, metrics: Mapping[str, float], waited_s: float
@@ -246,14 +256,14 @@ class Steering:
         """
         if self._left_out > 0 or self._window is None:
             self._left_out -= 1
-            self._window = Window(now, now)
+            self._window = Window(now, now, self.cfg.ess_power)
             decision = self._in_first_round(step, now, tokens, metrics, waited_s)
         else:
             age = metrics.get(AGE, float(self.level))
-            self._window.add(now, tokens, self._ess_of(metrics), age, waited_s, self.cfg.ess_power)
+            self._window.add(now, tokens, self._ess_of(metrics), age, waited_s)
             decision = self._decide(step, self._window) if self._is_long_enough(self._window) else None
         if decision is not None:
-            self._window = Window(now, now)
+            self._window = Window(now, now, self.cfg.ess_power)
             if decision.is_change:
                 self._left_out, self._first_round = max(decision.level, decision.level_before) + 1, None
         return decision
@@ -289,7 +299,7 @@ class Steering:
         """
         if (window := self._first_round) is None:
             return None
-        window.add(now, tokens, self._ess_of(metrics), metrics.get(AGE, 0.0), waited_s, self.cfg.ess_power)
+        window.add(now, tokens, self._ess_of(metrics), metrics.get(AGE, 0.0), waited_s)
         if window.took > 0 and self._is_worth_too_little(window):
             return self._change(step, window, *self._down_by_ess(window.ess))
         if self._left_out > 0:
@@ -394,7 +404,7 @@ class Steering:
         if other.mean <= 0:
             return None
         gain, wanted = own.mean / other.mean - 1, self.cfg.min_gain * steps
-        if gain + (1 + gain) * math.hypot(own.error, other.error) >= wanted:
+        if (1 + gain) * math.exp(DOUBT * math.hypot(own.error, other.error)) >= 1 + wanted:
             return None
         return f"{gain:+.0%}", f"{wanted:+.0%}"
 
@@ -450,8 +460,8 @@ class Steering:
     # -- how far ahead --
 
     def _rung_without_wait(self, waited: float, ess: float) -> int:
-        """The best rung up to the one at which the trainer would not wait, or the next one, below those that have
-        failed lately or would be below min_ess; the current one if none should be better.
+        """The best rung up to the one at which the trainer would not wait, or the next one, at most MOST_TIMES the
+        level, below those that have failed lately or would be below min_ess; the current one if none should be better.
         """
         interval = self.update_interval
         wanted = (self.level + 1) / max(1 - waited, 0.05) - 1
@@ -459,35 +469,42 @@ class Steering:
         for up in range(self._rung + 1, self._top(interval) + 1):
             level = self._level_at(up, interval)
             is_blocked = self._blocked_until.get((self.rungs[up], interval), 0) > self._num_decisions
-            if is_blocked or (level > wanted and up > self._rung + 1) or not self._is_worth(level, ess):
+            is_far = up > self._rung + 1 and level > min(wanted, MOST_TIMES * self.level)
+            if is_blocked or is_far or not self._is_worth(level, ess):
                 break
-            if (promise := self._promise(level, waited, ess)) > most:
+            if (promise := self._promise(up, waited, ess)) > most:
                 best, most = up, promise
         return best
 
     def _may_be_as_good(self, waited: float) -> bool:
         """Whether to look at the rung below, of which nothing is known. Where the trainer plainly waits, only if this
-        level could not be compared with another one, and has not given what it must over the first round's.
+        level, measured twice, has not given what it must over the next one that is known, or the first round's.
         """
-        speeds = [self._speed_of((each, self.update_interval)) for each in self.rungs[: self._rung]]
-        if not speeds or speeds[-1] is not None:
+        speeds = {each: self._speed_of((each, self.update_interval)) for each in self.rungs[: self._rung]}
+        means = {each: speed.mean for each, speed in speeds.items() if speed is not None}
+        if not speeds or self.rungs[self._rung - 1] in means:
             return False
-        if waited <= LARGE_WAIT:
+        if not means and self._first is not None:
+            means = {self._first.level_before: self._first.effective_tokens_per_s}
+        if waited <= LARGE_WAIT or not means:
             return True
-        if any(speeds):
-            return False
-        if (first := self._first) is None or first.level_before >= self.level:
-            return True
-        wanted = 1 + self.cfg.min_gain * (self.level - first.level_before)
-        return self._speeds[self._setting(self._rung)].mean < first.effective_tokens_per_s * wanted
+        wanted = 1 + self.cfg.min_gain * (self.level - max(means))
+        own = self._speeds[self._setting(self._rung)]
+        return own.num > 1 and own.mean < wanted * means[max(means)]
 
-    def _promise(self, level: int, waited: float, ess: float) -> float:
-        """What a higher level should give of effective tokens per second, relative to the current one, where each level
-        counts min_gain. Rollouts per second grow with those in flight, as long as the trainer waits.
+    def _promise(self, rung: int, waited: float, ess: float) -> float:
+        """What a higher rung should give of effective tokens per second, relative to the current one, where each level
+        counts min_gain: what it has given, if that is known. Else rollouts per second grow with those in flight, as
+        long as the trainer waits.
         """
+        level = self._level_at(rung, self.update_interval)
+        fee = (1 + self.cfg.min_gain) ** (self.level - level)
+        own, known = (self._speed_of(self._setting(each)) for each in (self._rung, rung))
+        if own is not None and known is not None and own.mean > 0:
+            return fee * known.mean / own.mean
         faster = min((level + 1) / (self.level + 1), 1 / max(1 - waited, 0.05))
         fresher = max(ess, 1e-9) ** (self.cfg.ess_power * (level / self.level - 1))
-        return float(faster * fresher * (1 + self.cfg.min_gain) ** (self.level - level))
+        return float(faster * fresher * fee)
 
     def _is_worth(self, level: int, ess: float) -> bool:
         """Whether min_ess should hold at this level, where `ess` is that of the current one."""

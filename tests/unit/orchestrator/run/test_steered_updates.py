@@ -310,7 +310,9 @@ def test_tokens_that_age_are_worth_updates():
 
 
 def test_an_interval_that_lowers_the_effective_sample_size_too_far_is_left():
-    assert steer(steering(min_ess=0.5), publish_s=20.0, decay=0.3)[-1] == (3, 3), "0.55 there, 0.47 at the next"
+    assert steer(steering(min_ess=0.5, ess_power=2), publish_s=20.0, decay=0.3)[-1] == (3, 3), (
+        "0.55 there, 0.47 at the next"
+    )
 
 
 def test_tokens_that_would_be_worth_nothing_are_a_loss_like_any_other():
