@@ -136,10 +136,10 @@ class Window:
 
     @property
     def ess(self) -> float:
-        """The effective sample size, as the median of the steps: one token with a ratio of a hundred, which losses
-        truncate, takes most of a step's.
+        """The effective sample size, as the upper median of the steps: one token with a ratio of a hundred, which
+        losses truncate, takes most of a step's.
         """
-        return statistics.median(self.sizes) if self.sizes else 1.0
+        return statistics.median_high(self.sizes) if self.sizes else 1.0
 
     @property
     def effective(self) -> float:
@@ -310,7 +310,8 @@ class Steering:
             return None
         older = min(max(self.level / window.age, 1.0), 4.0) if window.age > 0 else 1.0  # once all are of later rounds
         window.aged *= older
-        if (more := self._more(window, window.ess**older, waited)) is not None:
+        ess = statistics.fmean(window.sizes)  # it falls from step to step, as tokens get older
+        if (more := self._more(window, ess**older, waited)) is not None:
             self._first = self._change(step, window, *more)
         return self._first
 
