@@ -360,8 +360,8 @@ class SteeringSection(Section):
     """How fast what a token teaches falls with the effective sample size. 1: as its variance alone says; 4 is what runs
     at fixed levels have shown, since weights per token do not make up for all of the way from the sampler."""
     min_ess: float = Field(0.8, ge=0, lt=1)
-    """Below this effective sample size (median of the measured steps) the level is lowered, whatever the speed; one that
-    should be is not tried."""
+    """Below this effective sample size, the median of the measured steps, the level is lowered, whatever the speed; one
+    that should be is not tried."""
     retry: int = Field(8, ge=1)
     """Decisions after which a level that did not earn its gain is tried again; twice as many after each failure."""
 
