@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from forked import NUM_SPARES_VAR, described, move, receive, send, uses_vllm
 
@@ -271,7 +272,27 @@ def main() -> None:
             multiprocessing.util.spawnv_passfds = engines.spawn
             spares.request = engines.request or spares.request
         request = spares.request or request
-    run(request)
+    try:
+        run(request)
+    except SystemExit as ended:
+        _end(ended.code)
+    _end(None)
+
+
+def _end(code: object) -> NoReturn:
+    """As Python ends, but that it does not take apart all that has been imported: that would copy every page of it.
+
+    An error that the program does not catch takes Python's own way.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # it waits for threads that are no daemons
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        if file is not None and not file.closed:
+            file.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 class _like:

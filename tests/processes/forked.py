@@ -9,8 +9,9 @@ arguments, environment, directory and files that it would have, is seen with the
 processes that a verb starts by base/process.py, and those of vLLM, are its children as ever, and forked too: the first
 six, or as many as `NUM_SPARES_VAR` says.
 
-What differs: modules are imported, all have the same hash seed, and the launcher's words for Python
-(`-I -S -c ... PID`) are not run. So tests of starting use `subprocess`: most of unit/launch, the kills and
+What differs: modules are imported, all have the same hash seed, the launcher's words for Python (`-I -S -c ... PID`) are
+not run, and at its end a program waits for its threads, runs what is registered for then and is gone: to take apart all
+modules, as Python does, copied every page of them, half of the CPU time of a run of one step. So tests of starting use `subprocess`: most of unit/launch, the kills and
 interrupts at the start in e2e/endings, the verbs by hand in e2e/test_loop.py, and for vLLM contract/test_leftovers.py.
 """
 
