@@ -93,6 +93,9 @@ def serve(control: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
             os.close(status)
             become(request, fds)
             return request
+        if request["group"] == 0:  # here and in the child: whoever comes first
+            with suppress(OSError):
+                os.setpgid(pid, 0)
         running[pid] = socket.socket(fileno=status)
         running[pid].send(str(pid).encode())
         for fd in fds:

@@ -9,10 +9,14 @@ arguments, environment, directory and files that it would have, is seen with the
 processes that a verb starts by base/process.py, and those of vLLM, are its children as ever, and forked too: the first
 six, or as many as `NUM_SPARES_VAR` says.
 
-What differs: modules are imported, all have the same hash seed, the launcher's words for Python (`-I -S -c ... PID`) are
-not run, and at its end a program waits for its threads, runs what is registered for then and is gone: to take apart all
-modules, as Python does, copied every page of them, half of the CPU time of a run of one step. So tests of starting use `subprocess`: most of unit/launch, the kills and
-interrupts at the start in e2e/endings, the verbs by hand in e2e/test_loop.py, and for vLLM contract/test_leftovers.py.
+What differs: modules are imported, all have the same hash seed, and the launcher's words for Python
+(`-I -S -c ... PID`) are not run. A program that ends waits for its threads, runs what is registered for its end, and is
+gone: taking apart all modules, as Python does, copies each of their pages, which was half of the CPU time of a run of
+one step. So tests of starting use `subprocess`: most of unit/launch, the kills and interrupts at the start in
+e2e/endings, the verbs by hand in e2e/test_loop.py, and for vLLM contract/test_leftovers.py.
+
+`fork_children_of(monkeypatch, module)` lets a module in the process of the tests do the same with the Python programs
+that it starts.
 """
 
 from __future__ import annotations
@@ -30,9 +34,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from stretto.base.process import visible_gpus
+
+if TYPE_CHECKING:
+    import pytest
 
 SERVER = Path(__file__).with_name("fork_server.py")
 ENVIRONMENT = dict(os.environ)
@@ -71,11 +79,20 @@ class Popen(subprocess.Popen):
         return self.returncode
 
     def _has_ended(self, timeout: float | None) -> bool:
+        if timeout == 0.0 and self.returncode is None and _is_gone(self.pid):
+            timeout = None  # its status is on its way
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
             words = self._status.recv(64)
             self._status.close()
             self.returncode = os.waitstatus_to_exitcode(int(words)) if words else -signal.SIGKILL
         return self.returncode is not None
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def run(args: Sequence[str], *, timeout: float, **how: Any) -> subprocess.CompletedProcess[str]:
@@ -87,6 +104,28 @@ def run(args: Sequence[str], *, timeout: float, **how: Any) -> subprocess.Comple
             popen.kill()
             raise
     return subprocess.CompletedProcess(args, popen.returncode, output, errors)
+
+
+def fork_children_of(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Let a module that begins with `import subprocess` fork the Python programs that it starts."""
+    own = dict(vars(subprocess))
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(**own | {"Popen": _Unbound, "run": _run}))
+
+
+class _Unbound(Popen):
+    """Without the words that base/process.py has a child begin with."""
+
+    def __init__(self, args: Sequence[str], **how: Any) -> None:
+        is_bound = list(args[1:4]) == ["-I", "-S", "-c"]
+        super().__init__(args[6:] if is_bound else args, **how)
+
+
+def _run(args: Sequence[str], *, capture_output: bool, text: bool, check: bool, **how: Any) -> Any:
+    assert capture_output and text
+    done = run(args, **how)
+    if check:
+        done.check_returncode()
+    return done
 
 
 _parents: dict[tuple[int, bool], socket.socket] = {}

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 from processes.add_ons import is_here, needs, skip_if_told, skip_without_verb
+from processes.forked import fork_children_of
 
 from stretto import addons, cli, verbs
 from stretto.base import keeper
+from stretto.check import weights
 from stretto.config.describe import COMMON_KEYS, ROOTS, help_text, markdown
 from stretto.config.load import dump, load
 from stretto.config.section import all_paths
@@ -170,6 +172,7 @@ def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_scree
     path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    fork_children_of(monkeypatch, weights)
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # some name files of theirs
     verb = dict.fromkeys(("warm_up", "dpo", "reward"), "sft").get(
         path.stem, path.stem if path.stem in ("sft", "serve") else "rl"
