@@ -1,5 +1,7 @@
 """Python programs of tests, forked from a process that has imported torch and stretto (fork_server.py).
 
+All workers of xdist have one such process, which the first that needs it starts.
+
 The four processes of a run of six steps take 9.6 s of CPU time (by `os.wait4` of the launcher), and 2.4 s when they are
 forked. Programs with vLLM are forked from another process, which has imported vLLM too: that takes each of an engine's
 processes 7 s of CPU time.
@@ -31,7 +33,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -132,21 +136,47 @@ _parents: dict[tuple[int, bool], socket.socket] = {}
 
 
 def parent(has_vllm: bool) -> socket.socket:
-    """The way to the process that forks, with or without vLLM; the first call starts it."""
+    """The way to the session's process that forks, with or without vLLM; it is started if it does not run."""
     if (key := (os.getpid(), has_vllm)) not in _parents:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words, room = [sys.executable, str(SERVER), str(theirs.fileno())], " " * ROOM
+        directory = ENVIRONMENT.get("TMPDIR", tempfile.gettempdir())  # the session's own: leftovers.py
+        address = f"\0{directory}/forks{'-vllm' if has_vllm else ''}"
+        lock = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (way := _connected(address)) is None:
+                _start(address, has_vllm)
+                way = _connected(address)
+        finally:
+            os.close(lock)
+        assert way is not None, "the process that forks has ended; its output is above"
+        _parents[key] = way
+        multiprocessing.util.Finalize(None, way.close, exitpriority=10)  # leftovers.py runs it
+    return _parents[key]
+
+
+def _start(address: str, has_vllm: bool) -> None:
+    words, room = [sys.executable, str(SERVER)], " " * ROOM
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
         popen = subprocess.Popen(
-            [*words, "vllm" if has_vllm else "", room],
+            [*words, str(listener.fileno()), "vllm" if has_vllm else "", room],
             stdin=subprocess.DEVNULL,
             env=ENVIRONMENT | {"ROOM": room} | (VLLM_ENV if has_vllm else {}),
-            pass_fds=[theirs.fileno()],
+            pass_fds=[listener.fileno()],
         )
-        popen.returncode = 0  # it ends at the session's end and is never waited for
-        theirs.close()
-        _parents[key] = ours
-        multiprocessing.util.Finalize(None, ours.close, exitpriority=10)  # leftovers.py runs it
-    return _parents[key]
+    popen.returncode = 0  # it ends with the last that is connected to it, and is never waited for
+
+
+def _connected(address: str) -> socket.socket | None:
+    """A way to the process that forks, once it has imported everything; None if there is none."""
+    way = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with suppress(OSError):
+        way.connect(address)
+        if way.recv(1):
+            return way
+    way.close()
+    return None
 
 
 # -- also in fork_server.py --

@@ -480,8 +480,7 @@ async def test_heartbeats_go_on_while_the_trainer_computes(brisk: ControlSection
         with peer(TRAINER, brisk.port, 1.5 * brisk.dead_after_s) as trainer:
             await server.wait_registered()
             assert (await server.next_event()).message == StepDone(step=1)
-            assert (await server.next_event()).message == StepDone(step=2)
-            await server.send(Stop(reason="enough"))
+            await server.send(Stop(reason="enough"))  # read when it has computed for longer than a dead one is silent
             assert (await server.next_event()).message == Bye()
             await asyncio.to_thread(trainer.end)
 

@@ -60,10 +60,20 @@ def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return play(tmp_path_factory.mktemp("straight"), delayed(model, 2))
 
 
+BURSTS = """
+import random, time
+while True:
+    end = time.monotonic() + random.random() / 25
+    while time.monotonic() < end:
+        pass
+    time.sleep(random.random() / 25)
+"""
+
+
 @pytest.fixture
 def load() -> Iterator[None]:
-    """Two programs that take all the time they get."""
-    burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    """Two programs that take all the time they get for a moment, again and again."""
+    burning = [subprocess.Popen([sys.executable, "-c", BURSTS]) for _ in range(2)]
     yield
     for each in burning:
         each.kill()
