@@ -276,8 +276,8 @@ def learning(model: Path, num_steps: int, num_decay_steps: int) -> Settings:
 
 
 def test_it_learns(sorter: Path, tmp_path: Path) -> None:
-    """Measured on seeds 0, 1, 2: sampled .22-.25 -> .73-.79, greedy .69 -> .96."""
-    summary = rl(tmp_path, learning(sorter, 150, 130)).summary()
+    """Measured on seeds 0, 1, 2: sampled .23-.24 -> .68-.69, greedy .68 -> .95; after 90 steps .58-.64 and .92-.95."""
+    summary = rl(tmp_path, learning(sorter, 110, 90)).summary()
     assert summary["reward_before"] < 0.35
     assert summary["reward_after"] > summary["reward_before"] + 0.3, summary
     assert summary["greedy_after"] > summary["greedy_before"] + 0.1, summary

@@ -9,7 +9,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from engine_runs import build_core
 from http_site import MESSAGES, build_directory, open_site
 from processes.add_ons import needs
+from processes.forked import fork_children_of
 
+from stretto.base import process
 from stretto.base.errors import EngineError
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.root import EvalConfig
@@ -209,6 +211,7 @@ async def test_the_verb_eval_says_which_version_the_engine_has_and_logs_a_row(si
 async def test_the_verb_evals_own_engine_asks_for_the_key_its_client_sends_and_no_file_has_it(
     directory, tmp_path, monkeypatch, is_in_config
 ):
+    fork_children_of(monkeypatch, process)
     monkeypatch.setenv("VLLM_API_KEY", "of-another-server")
     if not is_in_config:
         monkeypatch.setenv("OURS", "s3cret")
