@@ -356,20 +356,6 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_bits(
     assert [life["resumed_step"] for life in resumed.ledger().incarnations()] == [None, stopped]
 
 
-def test_a_name_is_not_used_twice_by_accident(sync: Settings, straight: Ended) -> None:
-    before = straight.weights(NUM_STEPS)
-    refused = rl(straight.run.path.parent, sync, is_ok=False)
-    assert refused.code == 2
-    assert "--resume" in refused.output and "--clean" in refused.output, refused.output
-    assert straight.weights(NUM_STEPS) == before
-
-
-def test_resuming_what_does_not_exist_is_an_error_and_creates_nothing(sync: Settings, tmp_path: Path) -> None:
-    refused = rl(tmp_path, sync, "--resume", is_ok=False)
-    assert refused.code == 2 and "no run 'run'" in refused.output, refused.output
-    assert [path.name for path in tmp_path.iterdir()] == ["rl.toml"]
-
-
 def test_the_summary_has_every_field(straight: Ended) -> None:
     summary = straight.summary()
     assert summary.keys() >= SUMMARY

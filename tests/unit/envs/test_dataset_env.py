@@ -327,7 +327,10 @@ def test_a_record_that_is_not_valid_is_refused_with_its_place(tmp_path, mistake)
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"reward": "exakt"}, 'There are "exact", "math", "dapo", "deepscaler"'),
+        (
+            {"reward": "exakt"},
+            'reward = "exakt": did you mean "exact"? There are "exact", "math", "dapo", "deepscaler"',
+        ),
         ({"group_reward": True}, "group_reward does nothing"),
         ({"reward_key": "a"}, "reward_key does nothing"),
         ({"reward": "nowhere_at_all:rm"}, "no module 'nowhere_at_all'"),

@@ -212,6 +212,10 @@ async def test_the_verb_evals_own_engine_asks_for_the_key_its_client_sends_and_n
     directory, tmp_path, monkeypatch, is_in_config
 ):
     fork_children_of(monkeypatch, process)
+    start, keys = process.start, []
+    monkeypatch.setattr(
+        process, "start", lambda *args, env, **how: keys.append(env["VLLM_API_KEY"]) or start(*args, env=env, **how)
+    )
     monkeypatch.setenv("VLLM_API_KEY", "of-another-server")
     if not is_in_config:
         monkeypatch.setenv("OURS", "s3cret")
@@ -221,6 +225,7 @@ async def test_the_verb_evals_own_engine_asks_for_the_key_its_client_sends_and_n
         | {"eval": {"env": [{"id": "sort-letters"}], "num_examples": 1, "sampling": {"max_completion_tokens": 4}}}
     )
     assert await evaluate_engine(cfg)
+    assert keys == ["s3cret"]
     files = [path for path in cfg.run_dir.path.rglob("*") if path.is_file()]
     assert files and not [path for path in files if b"s3cret" in path.read_bytes()]
 
