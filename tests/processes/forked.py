@@ -24,6 +24,7 @@ that it starts.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import multiprocessing.util
 import os
@@ -139,7 +140,8 @@ def parent(has_vllm: bool) -> socket.socket:
     """The way to the session's process that forks, with or without vLLM; it is started if it does not run."""
     if (key := (os.getpid(), has_vllm)) not in _parents:
         directory = ENVIRONMENT.get("TMPDIR", tempfile.gettempdir())  # the session's own: leftovers.py
-        address = f"\0{directory}/forks{'-vllm' if has_vllm else ''}"
+        name = hashlib.sha256(f"{directory} {SERVER} {has_vllm}".encode()).hexdigest()  # an address is short
+        address = f"\0forks-{name[:32]}"
         lock = os.open(directory, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -282,8 +282,3 @@ def test_a_fault_of_the_users_code_is_found_before_engine_and_trainer_do_anythin
     check(done.stderr + done.stdout, parts)
     for role in ("inference", "trainer"):
         assert (place / "outputs" / "x" / "logs" / f"{role}.log").read_text() == ""
-
-
-def test_a_misspelt_verb_is_reported(capsys):
-    assert cli.main(["evla"]) == 2
-    assert "error: stretto has no verb `evla`; did you mean `eval" in capsys.readouterr().err
