@@ -6,10 +6,10 @@ Tests change the served weights and leave version 0's weights behind (fixture `c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 
 import aiohttp
@@ -19,6 +19,7 @@ import pytest
 import torch
 from hostile import fire, greedy, shots
 from ports import free_port
+from processes import forked
 from servers import logprobs_of, needs_vllm, save, scores_of, scratch, serve, until_counted
 
 from stretto.base.errors import EngineError
@@ -474,12 +475,13 @@ async def test_tokens_are_sampled_while_a_version_is_on_its_way_and_after_its_tr
     """The engine waits for another one that has to receive the version, too; then the trainer is killed."""
     await weights(30, 1)
     port = free_port()
-    trainer = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", TRAINER, str(port), stdout=asyncio.subprocess.PIPE, limit=1 << 24,
+    trainer = forked.Popen(
+        [sys.executable, "-c", TRAINER, str(port)],
+        stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     try:
-        manifest = msgspec.json.decode(await trainer.stdout.readline(), type=WeightManifest)
+        manifest = msgspec.json.decode(await asyncio.to_thread(trainer.stdout.readline), type=WeightManifest)
         body = updates.encode_update(manifest, WeightGroup(request="killed", world_size=2, rank=0))
         async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
 
@@ -500,9 +502,8 @@ async def test_tokens_are_sampled_while_a_version_is_on_its_way_and_after_its_tr
         [completion] = await client.generate(ask("after", max_tokens=50))
         assert [span.version for span in completion.versions] == [30]
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            trainer.kill()
-        await trainer.wait()
+        trainer.kill()
+        trainer.communicate()
     await weights(32, 2)
     scores = await scores_of(client, PROMPT, "after-the-kill")
     np.testing.assert_allclose(scores[1:], logprobs_of(scratch(2), PROMPT), **CLOSE)

@@ -276,8 +276,8 @@ def learning(model: Path, num_steps: int, num_decay_steps: int) -> Settings:
 
 
 def test_it_learns(sorter: Path, tmp_path: Path) -> None:
-    """Measured on seeds 0, 1, 2: sampled .22-.25 -> .73-.79, greedy .69 -> .96."""
-    summary = rl(tmp_path, learning(sorter, 150, 130)).summary()
+    """Measured on seeds 0, 1, 2: sampled .23-.24 -> .68-.69, greedy .68 -> .95; after 90 steps .58-.64 and .92-.95."""
+    summary = rl(tmp_path, learning(sorter, 110, 90)).summary()
     assert summary["reward_before"] < 0.35
     assert summary["reward_after"] > summary["reward_before"] + 0.3, summary
     assert summary["greedy_after"] > summary["greedy_before"] + 0.1, summary
@@ -354,20 +354,6 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_bits(
     assert audit(run) == []
     assert resumed.summary()["steps"] == NUM_STEPS and resumed.summary()["resumed"]
     assert [life["resumed_step"] for life in resumed.ledger().incarnations()] == [None, stopped]
-
-
-def test_a_name_is_not_used_twice_by_accident(sync: Settings, straight: Ended) -> None:
-    before = straight.weights(NUM_STEPS)
-    refused = rl(straight.run.path.parent, sync, is_ok=False)
-    assert refused.code == 2
-    assert "--resume" in refused.output and "--clean" in refused.output, refused.output
-    assert straight.weights(NUM_STEPS) == before
-
-
-def test_resuming_what_does_not_exist_is_an_error_and_creates_nothing(sync: Settings, tmp_path: Path) -> None:
-    refused = rl(tmp_path, sync, "--resume", is_ok=False)
-    assert refused.code == 2 and "no run 'run'" in refused.output, refused.output
-    assert [path.name for path in tmp_path.iterdir()] == ["rl.toml"]
 
 
 def test_the_summary_has_every_field(straight: Ended) -> None:

@@ -88,14 +88,3 @@ def test_an_environment_that_fails_costs_the_evals_and_nothing_else(tmp_path):
     assert json.loads(run.summary.read_text())["evals"] == {}
     log = run.log("evals").read_text()
     assert "no eval of version 2" in log and "no eval of version 4" in log and "on strike" in log
-
-
-def test_evals_without_an_environment_are_refused(tmp_path):
-    code, output = wait(sft(tmp_path, eval={"interval": 5}))
-    assert code == 2 and "eval.env: no environment to evaluate; add one" in output
-
-
-@pytest.mark.parametrize("interval", [200])
-def test_an_interval_that_never_comes_is_refused(tmp_path, interval):
-    code, output = wait(sft(tmp_path, eval=settings(tmp_path)["eval"] | {"interval": interval}))
-    assert code == 2 and "eval.interval = 200" in output

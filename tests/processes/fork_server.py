@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from forked import NUM_SPARES_VAR, described, move, receive, send, uses_vllm
 
@@ -32,9 +33,13 @@ PRELOADED = (
     "stretto.orchestrator.main",
     "stretto.trainer.rl",
     "stretto.trainer.sft",
+    "stretto.trainer.state.slice_files",
+    "stretto.cli",
+    "stretto.verbs",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "renderers",
+    "renderers.gpt_oss",
     "torch._dynamo",
 )
 """Modules that start no threads when they are imported, and what these import when they need it first."""
@@ -58,8 +63,8 @@ NUM_ENGINE_PROCESSES = 2  # of an engine that a program has started
 PR_SET_PDEATHSIG = 1
 
 
-def serve(control: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
-    """Fork a process for every request until the tests end; in that process, its request is returned."""
+def serve(listener: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
+    """Fork a process per request until nobody is connected any more; in that process, its request is returned."""
     load(modules)
     # torch._dynamo does it at exit, after which Python has forgotten that Ctrl-C ended the program.
     with suppress(ImportError):
@@ -71,15 +76,26 @@ def serve(control: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     running: dict[int, socket.socket] = {}
+    controls: list[socket.socket] = []
     while True:
-        ready, _, _ = select.select([control, ended], [], [])
+        ready, _, _ = select.select([listener, ended, *controls], [], [])
         if ended in ready:
             ended.recv(4096)
             _reap(running)
-        if control not in ready:
+        if listener in ready:
+            controls.append(listener.accept()[0])
+            with suppress(OSError):  # it may have gone again
+                controls[-1].send(b" ")
+            continue
+        control = next((each for each in controls if each in ready), None)
+        if control is None:
             continue
         if (received := receive(control)) is None:
-            os._exit(0)
+            control.close()
+            controls.remove(control)
+            if not controls:
+                os._exit(0)
+            continue
         request, (*fds, status) = received
         for word in request["words"][1:3]:
             load(PRELOADED_FOR.get(Path(word).name, ()))
@@ -87,11 +103,14 @@ def serve(control: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            for each in (control, ended, wake, *running.values()):
+            for each in (listener, ended, wake, *controls, *running.values()):
                 each.close()
             os.close(status)
             become(request, fds)
             return request
+        if request["group"] == 0:  # here and in the child: whoever comes first
+            with suppress(OSError):
+                os.setpgid(pid, 0)
         running[pid] = socket.socket(fileno=status)
         running[pid].send(str(pid).encode())
         for fd in fds:
@@ -271,7 +290,27 @@ def main() -> None:
             multiprocessing.util.spawnv_passfds = engines.spawn
             spares.request = engines.request or spares.request
         request = spares.request or request
-    run(request)
+    try:
+        run(request)
+    except SystemExit as ended:
+        _end(ended.code)
+    _end(None)
+
+
+def _end(code: object) -> NoReturn:
+    """As Python ends, but that it does not take apart all that has been imported: that would copy every page of it.
+
+    An error that the program does not catch takes Python's own way.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # it waits for threads that are no daemons
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        if file is not None and not file.closed:
+            file.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 class _like:

@@ -1,5 +1,7 @@
 """Python programs of tests, forked from a process that has imported torch and stretto (fork_server.py).
 
+All workers of xdist have one such process, which the first that needs it starts.
+
 The four processes of a run of six steps take 9.6 s of CPU time (by `os.wait4` of the launcher), and 2.4 s when they are
 forked. Programs with vLLM are forked from another process, which has imported vLLM too: that takes each of an engine's
 processes 7 s of CPU time.
@@ -10,13 +12,19 @@ processes that a verb starts by base/process.py, and those of vLLM, are its chil
 six, or as many as `NUM_SPARES_VAR` says.
 
 What differs: modules are imported, all have the same hash seed, and the launcher's words for Python
-(`-I -S -c ... PID`) are not run. So tests of starting use `subprocess`: most of unit/launch, the kills and
-interrupts at the start in e2e/endings, the verbs by hand in e2e/test_loop.py, and for vLLM contract/test_leftovers.py.
+(`-I -S -c ... PID`) are not run. A program that ends waits for its threads, runs what is registered for its end, and is
+gone: taking apart all modules, as Python does, copies each of their pages, which was half of the CPU time of a run of
+one step. So tests of starting use `subprocess`: most of unit/launch, the kills and interrupts at the start in
+e2e/endings, the verbs by hand in e2e/test_loop.py, and for vLLM contract/test_leftovers.py.
+
+`fork_children_of(monkeypatch, module)` lets a module in the process of the tests do the same with the Python programs
+that it starts.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import multiprocessing.util
 import os
@@ -26,12 +34,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from stretto.base.process import visible_gpus
+
+if TYPE_CHECKING:
+    import pytest
 
 SERVER = Path(__file__).with_name("fork_server.py")
 ENVIRONMENT = dict(os.environ)
@@ -70,11 +84,20 @@ class Popen(subprocess.Popen):
         return self.returncode
 
     def _has_ended(self, timeout: float | None) -> bool:
+        if timeout == 0.0 and self.returncode is None and _is_gone(self.pid):
+            timeout = None  # its status is on its way
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
             words = self._status.recv(64)
             self._status.close()
             self.returncode = os.waitstatus_to_exitcode(int(words)) if words else -signal.SIGKILL
         return self.returncode is not None
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 def run(args: Sequence[str], *, timeout: float, **how: Any) -> subprocess.CompletedProcess[str]:
@@ -88,25 +111,74 @@ def run(args: Sequence[str], *, timeout: float, **how: Any) -> subprocess.Comple
     return subprocess.CompletedProcess(args, popen.returncode, output, errors)
 
 
+def fork_children_of(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Let a module that begins with `import subprocess` fork the Python programs that it starts."""
+    own = dict(vars(subprocess))
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(**own | {"Popen": _Unbound, "run": _run}))
+
+
+class _Unbound(Popen):
+    """Without the words that base/process.py has a child begin with."""
+
+    def __init__(self, args: Sequence[str], **how: Any) -> None:
+        is_bound = list(args[1:4]) == ["-I", "-S", "-c"]
+        super().__init__(args[6:] if is_bound else args, **how)
+
+
+def _run(args: Sequence[str], *, capture_output: bool, text: bool, check: bool, **how: Any) -> Any:
+    assert capture_output and text
+    done = run(args, **how)
+    if check:
+        done.check_returncode()
+    return done
+
+
 _parents: dict[tuple[int, bool], socket.socket] = {}
 
 
 def parent(has_vllm: bool) -> socket.socket:
-    """The way to the process that forks, with or without vLLM; the first call starts it."""
+    """The way to the session's process that forks, with or without vLLM; it is started if it does not run."""
     if (key := (os.getpid(), has_vllm)) not in _parents:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words, room = [sys.executable, str(SERVER), str(theirs.fileno())], " " * ROOM
+        directory = ENVIRONMENT.get("TMPDIR", tempfile.gettempdir())  # the session's own: leftovers.py
+        name = hashlib.sha256(f"{directory} {SERVER} {has_vllm}".encode()).hexdigest()  # an address is short
+        address = f"\0forks-{name[:32]}"
+        lock = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (way := _connected(address)) is None:
+                _start(address, has_vllm)
+                way = _connected(address)
+        finally:
+            os.close(lock)
+        assert way is not None, "the process that forks has ended; its output is above"
+        _parents[key] = way
+        multiprocessing.util.Finalize(None, way.close, exitpriority=10)  # leftovers.py runs it
+    return _parents[key]
+
+
+def _start(address: str, has_vllm: bool) -> None:
+    words, room = [sys.executable, str(SERVER)], " " * ROOM
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
         popen = subprocess.Popen(
-            [*words, "vllm" if has_vllm else "", room],
+            [*words, str(listener.fileno()), "vllm" if has_vllm else "", room],
             stdin=subprocess.DEVNULL,
             env=ENVIRONMENT | {"ROOM": room} | (VLLM_ENV if has_vllm else {}),
-            pass_fds=[theirs.fileno()],
+            pass_fds=[listener.fileno()],
         )
-        popen.returncode = 0  # it ends at the session's end and is never waited for
-        theirs.close()
-        _parents[key] = ours
-        multiprocessing.util.Finalize(None, ours.close, exitpriority=10)  # leftovers.py runs it
-    return _parents[key]
+    popen.returncode = 0  # it ends with the last that is connected to it, and is never waited for
+
+
+def _connected(address: str) -> socket.socket | None:
+    """A way to the process that forks, once it has imported everything; None if there is none."""
+    way = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with suppress(OSError):
+        way.connect(address)
+        if way.recv(1):
+            return way
+    way.close()
+    return None
 
 
 # -- also in fork_server.py --

@@ -419,15 +419,6 @@ def test_a_link_over_a_lossy_wire_delivers_once_and_in_order(seed: int) -> None:
     assert got == list(range(1, 21))
 
 
-def test_what_one_process_did_not_acknowledge_goes_to_the_next_from_number_1_on() -> None:
-    link = Link(0.0)
-    for body in (b"a", b"b", b"c"):
-        link.add_message([body], 0.0)
-    link.mark_acknowledged(1)
-    assert [(int.from_bytes(f[1], "little"), f[2]) for f in link.restart(1.0)] == [(1, b"b"), (2, b"c")]
-    assert link.add_message([b"d"], 1.0)[0] == 3 and list(link.unacked) == [1, 2, 3]
-
-
 # -- two processes --
 
 TRAINER = """
@@ -480,8 +471,7 @@ async def test_heartbeats_go_on_while_the_trainer_computes(brisk: ControlSection
         with peer(TRAINER, brisk.port, 1.5 * brisk.dead_after_s) as trainer:
             await server.wait_registered()
             assert (await server.next_event()).message == StepDone(step=1)
-            assert (await server.next_event()).message == StepDone(step=2)
-            await server.send(Stop(reason="enough"))
+            await server.send(Stop(reason="enough"))  # read when it has computed for longer than a dead one is silent
             assert (await server.next_event()).message == Bye()
             await asyncio.to_thread(trainer.end)
 

@@ -194,6 +194,7 @@ def test_an_environment_that_fails_when_it_scores_is_found(words: list[str], tmp
     assert found.state is State.BAD and "KeyError" in found.text
 
 
+@pytest.mark.heavy
 def test_tasks_that_are_drawn_anew_each_time_are_found(words: list[str], tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "drawn_tasks.py").write_text(
         "import itertools\n"

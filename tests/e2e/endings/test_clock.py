@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +54,33 @@ def weights(run: Ended, num_steps: int = NUM_STEPS) -> list[bytes]:
     return [run.weights(step) if run.run.weights_step(step).exists() else b"" for step in steps]
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("level", "num_steps"),
-    [
-        (2, NUM_STEPS),
-        *(pytest.param(n, steps, marks=pytest.mark.slow) for n, steps in [(0, 8), (1, 8), (2, 60), (4, 60)]),
-    ],
-)
-def test_delays_and_load_change_no_bit(model: Path, tmp_path: Path, level: int, num_steps: int) -> None:
-    settings = delayed(model, level, max_steps=num_steps)
-    settings["ckpt"]["interval"] = max(3, level + 1)  # the batch after a checkpoint waits for its weights
-    first = play(tmp_path / "first", settings)
-    burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    try:
-        second = play(tmp_path / "second", settings)
-    finally:
-        for each in burning:
-            each.kill()
-            each.wait()
+@pytest.fixture(scope="module")
+def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The run that others are compared with: generation is two steps ahead, and nothing disturbs it."""
+    return play(tmp_path_factory.mktemp("straight"), delayed(model, 2))
+
+
+BURSTS = """
+import random, time
+while True:
+    end = time.monotonic() + random.random() / 25
+    while time.monotonic() < end:
+        pass
+    time.sleep(random.random() / 25)
+"""
+
+
+@pytest.fixture
+def load() -> Iterator[None]:
+    """Two programs that take all the time they get for a moment, again and again."""
+    burning = [subprocess.Popen([sys.executable, "-c", BURSTS]) for _ in range(2)]
+    yield
+    for each in burning:
+        each.kill()
+        each.wait()
+
+
+def check_same(first: Ended, second: Ended, level: int, num_steps: int = NUM_STEPS) -> None:
     assert weights(first, num_steps) == weights(second, num_steps)
     assert len(set(weights(first, num_steps))) == num_steps, "every step has moved the weights"
     lags = first.column("off_policy/mean")
@@ -80,26 +89,32 @@ def test_delays_and_load_change_no_bit(model: Path, tmp_path: Path, level: int, 
 
 
 @pytest.mark.heavy
-def test_a_kill_in_the_middle_changes_no_bit(model: Path, tmp_path: Path) -> None:
-    straight = play(tmp_path / "straight", delayed(model, 1))
-    directory = tmp_path / "killed"
-    directory.mkdir()
-    killed = start_rl(directory, delayed(model, 1), is_forked=False)
-    until(lambda: (directory / "run" / "weights" / "step_5").exists(), killed, "weights of step 5")
+def test_delays_load_and_a_kill_in_the_middle_change_no_bit(
+    model: Path, tmp_path: Path, straight: Ended, load: None
+) -> None:
+    killed = start_rl(tmp_path, delayed(model, 2))
+    until(lambda: (tmp_path / "run" / "weights" / "step_5").exists(), killed, "weights of step 5")
     killed.kill()
     wait(killed)
-    resumed = play(directory, delayed(model, 1), "--resume")
-    assert weights(resumed) == weights(straight)
+    resumed = play(tmp_path, delayed(model, 2), "--resume")
+    check_same(straight, resumed, level=2)
     assert audit(resumed.run, payloads=True) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "num_steps"), [(0, 8), (1, 8), (2, 60), (4, 60)])
+def test_delays_and_load_change_no_bit(model: Path, tmp_path: Path, level: int, num_steps: int, request) -> None:
+    settings = delayed(model, level, max_steps=num_steps)
+    settings["ckpt"]["interval"] = max(3, level + 1)  # the batch after a checkpoint waits for its weights
+    first = play(tmp_path / "first", settings)
+    request.getfixturevalue("load")
+    check_same(first, play(tmp_path / "second", settings), level, num_steps)
+
+
 @pytest.mark.heavy
-def test_a_run_is_played_again_from_one_of_its_checkpoints(model: Path, tmp_path: Path) -> None:
-    first = play(tmp_path / "first", delayed(model, 2))
-    again = play(
-        tmp_path / "again", delayed(model, 2), "--resume.dir", str(tmp_path / "first" / "run"), "--resume.step", "3"
-    )
-    assert weights(again)[3:] == weights(first)[3:]
+def test_a_run_is_played_again_from_one_of_its_checkpoints(model: Path, tmp_path: Path, straight: Ended) -> None:
+    again = play(tmp_path, delayed(model, 2), "--resume.dir", str(straight.run.path), "--resume.step", "3")
+    assert weights(again)[3:] == weights(straight)[3:]
 
 
 @pytest.mark.slow

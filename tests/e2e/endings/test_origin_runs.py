@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import MOVING, TINY, Ended, fine_tuned, has_moved, merged, rl, start, toml, untrained_model, wait
+from runs import MOVING, TINY, Ended, fine_tuned, has_moved, merged, rl, start, untrained_model, wait
 
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
@@ -77,13 +77,3 @@ def test_an_sft_run_begins_at_another_ones_newest_checkpoint(tmp_path: Path):
     assert "resumed from step 1 of" in output
     assert RunDir(tmp_path / "second").complete_checkpoints() == [2]
     assert RunDir(tmp_path / "run").complete_checkpoints() == [1]
-
-
-def test_a_path_without_a_checkpoint_starts_nothing(settings, tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    ended = rl(tmp_path, settings, "--resume.dir", str(tmp_path / "empty"), is_ok=False)
-    assert ended.code == 2 and "neither a run directory" in ended.output
-    assert not ended.run.path.exists()
-    (tmp_path / "rl.toml").write_text(toml(settings | {"resume": {"dir": "nowhere"}}))
-    code, output = wait(start("rl", ["@", "rl.toml", "--dry-run"], tmp_path))
-    assert code == 2 and "there is no directory" in output

@@ -124,13 +124,3 @@ def test_the_documented_rollout_function_trains_what_the_engine_sampled_and_make
         assert samples.read_text().count("\n") == 6
     assert ended.summary()["reward_after"] > 0
     assert audit(ended.run) == []
-
-
-@pytest.mark.slow
-def test_a_malformed_line_ends_the_run_before_it_starts_with_its_place(model, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": "a", "label": "b",}\n')
-    env = [{"id": "dataset", "args": {"path": str(tmp_path / "rows.jsonl")}}]
-    settings = {"max_steps": 2, "seq_len": 256, "model": {"name": model}, "orchestrator": {"env": env}}
-    ended = rl(tmp_path, settings, is_ok=False)
-    assert ended.code != 0 and "rows.jsonl:2: not JSON: a comma before '}'" in ended.output
-    assert "Traceback" not in ended.output

@@ -44,6 +44,13 @@ def test_words_environment_and_directory_are_its_own(tmp_path: Path) -> None:
         ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
         ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
         ("import atexit; atexit.register(print, 'end')", 0, "end\n"),
+        (
+            "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('last'))).start()",
+            0,
+            "last\n",
+        ),
+        ("import multiprocessing.util as u; u.Finalize(None, print, ('end',), exitpriority=1)", 0, "end\n"),
+        ("import sys; sys.stdout.close(); sys.exit(300)", 44, ""),
         ("import signal; print(signal.getsignal(signal.SIGCHLD))", 0, f"{signal.SIG_DFL!s}\n"),
     ],
 )

@@ -388,6 +388,7 @@ def is_equally_bridged(renderer, prompt, reply, answer) -> bool:
     return True
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_turns_are_what_the_library_makes_of_them(family):
     renderer = renderer_of(family)

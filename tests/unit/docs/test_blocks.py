@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from pages.blocks import CONFIG_VERBS, NOT_RUN, ROOT, VIEW_VERBS, Block, Command, all_commands, blocks
 from pages.workplace import build_workplace, link_models, reader_files, whole_config
+from processes.forked import fork_children_of
 
-from stretto.base import ports
+from stretto.base import ports, process
+from stretto.check import weights
 from stretto.cli import main
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
@@ -40,6 +42,8 @@ def workplace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(ports, "SCOPE", os.urandom(8).hex())
     monkeypatch.setattr(ports, "is_free", lambda host, port: True)
     monkeypatch.syspath_prepend(str(folder))
+    for module in (process, weights):
+        fork_children_of(monkeypatch, module)
     yield folder
     for name in reader_files():
         sys.modules.pop(name.removesuffix(".py"), None)

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 from e2e.runs import untrained_model
+from processes.forked import fork_children_of
 
 from stretto import cli
 from stretto.base.errors import EngineError
+from stretto.check import weights
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.envs.base import Reply
@@ -132,6 +134,7 @@ def test_every_file_is_planned_over_the_first(
     overlay: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
+    fork_children_of(monkeypatch, weights)
     model = untrained_model(tmp_path, num_heads=1, num_kv_heads=1, head_dim=64)
     files = [str(EXAMPLE / f"{name}.toml") for name in ("rl", overlay) if name]
     words = [word for file in files for word in ("@", file)] + ["--model.name", str(model)]

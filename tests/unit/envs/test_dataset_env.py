@@ -327,7 +327,10 @@ def test_a_record_that_is_not_valid_is_refused_with_its_place(tmp_path, mistake)
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"reward": "exakt"}, 'There are "exact", "math", "dapo", "deepscaler"'),
+        (
+            {"reward": "exakt"},
+            'reward = "exakt": did you mean "exact"? There are "exact", "math", "dapo", "deepscaler"',
+        ),
         ({"group_reward": True}, "group_reward does nothing"),
         ({"reward_key": "a"}, "reward_key does nothing"),
         ({"reward": "nowhere_at_all:rm"}, "no module 'nowhere_at_all'"),
@@ -956,6 +959,10 @@ class Texts(Source):
     def get_samples(self, num_samples):
         return self.words
 
+class Nothing(Source):
+    def get_samples(self, num_samples):
+        return None
+
 class NoLength:
     def __init__(self, args): ...
     def get_samples(self, num_samples): ...
@@ -996,6 +1003,7 @@ def test_a_run_trains_on_a_data_source(module, tmp_path):
         ("Empty", DataError, "data_source: it has no record"),
         ("Failing", EnvError, r"get_samples: .*\.py:\d+: ValueError: no words"),
         ("Texts", ConfigError, "get_samples: group 0 is str; give a list of Sample for each"),
+        ("Nothing", ConfigError, r"get_samples: .*NoneType"),
         ("NoLength", ConfigError, "it has no __len__; write a class with get_samples"),
         ("no_source", ConfigError, "called with 1"),
         ("Nobody", ConfigError, "Nobody"),
@@ -1006,15 +1014,16 @@ def test_a_data_source_that_does_not_fit_is_named(module, name, error, message):
         from_source(module, name)
 
 
-def test_a_file_beside_a_data_source_is_refused(module, file):
-    with pytest.raises(ConfigError, match="path and data_source"):
-        from_source(module, "Source", path=str(file))
-
-
-@pytest.mark.parametrize("more", [{"streaming": True}, {"convert": "my:convert"}])
-def test_what_is_said_about_files_is_refused_beside_a_data_source(module, more):
-    [name] = more
-    with pytest.raises(ConfigError, match=f"{name} in `args`: data_source has no file"):
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"path": "rows.jsonl"}, "path and data_source"),
+        ({"streaming": True}, "streaming in `args`: data_source has no file"),
+        ({"convert": "my:convert"}, "convert in `args`: data_source has no file"),
+    ],
+)
+def test_what_is_said_about_files_is_refused_beside_a_data_source(module, more, message):
+    with pytest.raises(ConfigError, match=message):
         from_source(module, "Source", **more)
 
 
@@ -1030,14 +1039,3 @@ def test_metadata_of_a_sample_does_not_replace_its_prompt(module):
     env = dataset(None, path=None, data_source=f"{path}:Source", metadata_key=["level"])
     task = env.tasks("train").task(0)
     assert "ours" in str(task.data) and "theirs" not in str(task.data)
-
-
-def test_a_data_source_that_gives_nothing_is_named(module):
-    path = module(
-        "class Source:\n"
-        "    def __init__(self, args): self.args = args\n"
-        "    def __len__(self): return 1\n"
-        "    def get_samples(self, num_samples): return None\n"
-    )
-    with pytest.raises(ConfigError, match=r"get_samples: .*NoneType"):
-        dataset(None, path=None, data_source=f"{path}:Source")

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import CharRenderer, FakeEngine, parrot
+from processes.forked import fork_children_of
 
+from stretto.base import process
 from stretto.base.errors import EnvError
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import RolloutResult, SingleTurnEnv, TaskSource
@@ -239,6 +241,7 @@ def test_a_cancellation_by_the_run_is_no_failure_of_the_environment() -> None:
 
 @pytest.mark.heavy
 def test_wrong_values_do_not_end_a_worker_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_children_of(monkeypatch, process)
     monkeypatch.syspath_prepend(str(HERE))
 
     async def run() -> None:
@@ -258,6 +261,7 @@ def test_wrong_values_do_not_end_a_worker_process(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.heavy
 @pytest.mark.parametrize("action", ["exit", "cancel", "leak", "talk", "tools"])
 def test_exits_and_cancellations_do_not_end_a_worker_process(action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_children_of(monkeypatch, process)
     monkeypatch.syspath_prepend(str(HERE))
 
     async def run() -> None:

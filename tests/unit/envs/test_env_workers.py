@@ -12,7 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from fakes import CharRenderer, FakeEngine, parrot
+from processes.forked import fork_children_of
 
+from stretto.base import process
 from stretto.base.errors import ConfigError, EnvError
 from stretto.base.secret import SECRET_VAR
 from stretto.config.load import load
@@ -36,6 +38,17 @@ HERE = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
+
+
+@pytest.fixture
+def started():
+    """Workers begin as those of a run do, and import what they need."""
+
+
+@pytest.fixture(autouse=True)
+def forked(request, monkeypatch):
+    if "started" not in request.fixturenames:
+        fork_children_of(monkeypatch, process)
 
 
 def player_of(engine=None, **settings) -> Player:
@@ -148,7 +161,7 @@ def test_a_group_of_one_turn_is_still_one_request():
     assert [r.reward for r in groups[0].rollouts] == [1.0] * 8
 
 
-def test_many_rollouts_are_in_flight_in_all_workers():
+def test_many_rollouts_are_in_flight_in_all_workers(started):
     args = {"slow_s": 0.2}
     groups, _ = play("worker_envs:Repeat", args, range(40), player_of(FakeEngine(parrot(1.0))), num_members=5)
     rollouts = [r for group in groups for r in group.rollouts]
@@ -195,7 +208,7 @@ def test_an_error_fails_its_rollout_only_and_names_file_and_line(action, message
     assert num_lost == 0
 
 
-def test_a_dead_worker_is_replaced_and_its_rollouts_are_played_again(tmp_path):
+def test_a_dead_worker_is_replaced_and_its_rollouts_are_played_again(tmp_path, started):
     args = {"actions": {"2": "die"}, "once": str(tmp_path)}
     groups, num_lost = play("worker_envs:Unruly", args, range(8), player_of(max_retries=2), num_members=1)
     assert not failures(groups)
@@ -298,7 +311,7 @@ def refused(env_id: str, args: dict | None = None) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def test_errors_of_an_environment_are_raised_when_workers_start(tmp_path, monkeypatch):
+def test_errors_of_an_environment_are_raised_when_workers_start(tmp_path, monkeypatch, started):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "raising.py").write_text("import math\nmath.sqrt(-1)\n")
     (tmp_path / "dying.py").write_text("import os\nos._exit(3)\n")
@@ -360,7 +373,7 @@ def test_places_whose_processes_never_become_ready_are_given_up(tmp_path, monkey
     assert "3 times in a row before it was ready" in failures([second])[1]
 
 
-def test_a_worker_gets_no_key_of_the_engines_and_no_secret_of_the_run(monkeypatch):
+def test_a_worker_gets_no_key_of_the_engines_and_no_secret_of_the_run(monkeypatch, started):
     names = ("VLLM_API_KEY", "TEACHER_API_KEY", SECRET_VAR)
     for name in (*names, "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "a" * 40)
@@ -457,7 +470,7 @@ def test_a_worker_is_replaced_after_max_calls_however_fast_they_are(tmp_path):
     assert {int(path.name) for path in tmp_path.iterdir()} == set(pids)  # each closed its environment
 
 
-def test_a_worker_that_leaks_memory_is_replaced_between_rollouts(monkeypatch, tmp_path):
+def test_a_worker_that_leaks_memory_is_replaced_between_rollouts(monkeypatch, tmp_path, started):
     monkeypatch.setattr(handle, "HEARTBEAT_S", 0.05)
     groups, pool = play_one_by_one({"mark": str(tmp_path)}, range(120), WorkerLimits(growth_bytes=20 << 20))
     assert all(r.status is RolloutStatus.FINISHED for group in groups for r in group.rollouts)
@@ -466,7 +479,7 @@ def test_a_worker_that_leaks_memory_is_replaced_between_rollouts(monkeypatch, tm
     assert len(pids) >= 2 and {int(path.name) for path in tmp_path.iterdir()} >= pids - {max(pids)}
 
 
-def test_a_worker_above_its_memory_limit_is_killed_and_the_error_says_so(monkeypatch):
+def test_a_worker_above_its_memory_limit_is_killed_and_the_error_says_so(monkeypatch, started):
     monkeypatch.setattr(handle, "HEARTBEAT_S", 0.05)
     groups, pool = play_one_by_one({"heavy": 1}, range(3), WorkerLimits(memory_bytes=350 << 20))
     assert list(failures(groups)) == [1] and pool.num_lost == 1

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 from processes.add_ons import is_here, needs, skip_if_told, skip_without_verb
+from processes.forked import fork_children_of
 
 from stretto import addons, cli, verbs
 from stretto.base import keeper
+from stretto.check import weights
 from stretto.config.describe import COMMON_KEYS, ROOTS, help_text, markdown
 from stretto.config.load import dump, load
 from stretto.config.section import all_paths
@@ -170,6 +172,7 @@ def test_an_example_is_printed_as_a_config_that_loads_and_looked_at_on_one_scree
     path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    fork_children_of(monkeypatch, weights)
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # some name files of theirs
     verb = dict.fromkeys(("warm_up", "dpo", "reward"), "sft").get(
         path.stem, path.stem if path.stem in ("sft", "serve") else "rl"
@@ -231,15 +234,6 @@ def test_a_long_prompt_and_many_environments_are_cut(
     assert "read         rows.jsonl" in out and "imported     judges_here:score" in out
 
 
-def test_a_dry_run_refuses_a_tracker_that_is_not_installed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    words = f"--orchestrator.env.0.id sort-letters --monitors.wandb --output-dir {tmp_path} --dry-run"
-    assert cli.main(["rl", *words.split()]) == 2
-    assert "[monitors.wandb] needs the package wandb" in capsys.readouterr().err
-
-
 @pytest.mark.heavy
 def test_a_terminal_says_what_is_done_before_the_first_slow_import() -> None:
     code = """
@@ -262,19 +256,6 @@ main(["rl", "--print-config"])
                 shown += part
     os.close(terminal)
     assert shown.startswith(b"reading the configuration\r[import]\x1b[Kerror: 1 problem")
-
-
-@pytest.mark.heavy
-def test_a_dry_run_of_rl_imports_nothing_heavy(tmp_path: Path) -> None:
-    words = f"rl --orchestrator.env.0.id sort-letters --max-steps 3 --output-dir {tmp_path} --dry-run".split()
-    code = (
-        f"import sys; from stretto.cli import main; status = main({words!r});"
-        "heavy = {'torch', 'transformers', 'renderers', 'aiohttp', 'pyarrow', 'matplotlib', 'openai'};"
-        "print(status, sorted(heavy"
-        " & set(sys.modules)), file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stderr == "0 []\n"
 
 
 @pytest.mark.heavy

@@ -1,4 +1,7 @@
-"""launch/run/supervisor.py with small scripts in place of the three processes: how a run ends."""
+"""launch/run/supervisor.py with small scripts in place of the three processes: how a run ends.
+
+The launcher is forked (processes/forked.py), but where it is killed; it starts the scripts as it starts processes.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import forked
 from waiting import is_running, until
 
 from stretto.base.status import FINISH_VAR
@@ -89,12 +93,14 @@ sys.exit(code)
 class Launcher:
     """A launcher with stand-ins, in a separate process."""
 
-    def __init__(self, directory: Path, timeouts: dict | None = None, **plans: str) -> None:
+    def __init__(
+        self, directory: Path, timeouts: dict | None = None, start: type[subprocess.Popen] = forked.Popen, **plans: str
+    ) -> None:
         self.directory = directory
         self.roles = list(plans)
         timeouts = {"stall_s": 600.0, "finish_s": 600.0, "grace_s": 1.0} | (timeouts or {})
         pairs = [f"{role}={plan}" for role, plan in plans.items()]
-        self.popen = subprocess.Popen(
+        self.popen = start(
             [sys.executable, "-c", LAUNCHER, str(directory), STAND_IN, repr(timeouts), *pairs],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -366,7 +372,7 @@ async def test_a_signal_while_processes_wait_for_each_other_stops_at_once(tmp_pa
 
 
 async def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
-    launcher = Launcher(tmp_path, inference="deaf", orchestrator="talks", trainer="deaf")
+    launcher = Launcher(tmp_path, start=subprocess.Popen, inference="deaf", orchestrator="talks", trainer="deaf")
     await launcher.is_up()
     launcher.popen.kill()
     await launcher.end()

@@ -48,12 +48,6 @@ num_decode_replicas = 1
 """
 
 
-FOUR_NODES = TOML.partition("[deployment]")[0] + (
-    '[deployment]\ntype = "multi_node"\nnum_train_nodes = 2\nnum_infer_replicas = 2\ngpus_per_node = 0\n'
-    '[inference]\ndevice = "cpu"\n'
-)
-
-
 FROZEN = (
     TOML.partition("[deployment]")[0]
     + """

@@ -44,7 +44,6 @@ FILES = {
     "true.toml": "clean = True\n" + RUN,
     "rows.jsonl": '{"prompt": "a", "label": "b"}\n',
     "text.jsonl": '{"text": "a"}\n',
-    "malformed.jsonl": '{"prompt": "a", "label": "b"}\n{"prompt": "a", "label": "b",}\n',
     "rewards_m.py": "def trl(completions, **kwargs):\n    return [1.0]\n\ndef string(args, sample):\n    return 1.0\n",
     "syntax_m.py": "import json\nclass Mine(:\n    pass\n",
     "envs_m.py": "class NotEnv:\n    pass\n",
@@ -191,12 +190,6 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "rows.jsonl:1",
         "no 'promt' (input_key)",
         "did you mean 'prompt'?",
-    ),
-    "a malformed line": (
-        f"rl {env('dataset', path='malformed.jsonl')}",
-        "malformed.jsonl:2",
-        "not JSON: a comma before '}'",
-        "remove it",
     ),
     "a reward function with a typo": (
         f"rl {env('dataset', path='rows.jsonl', reward='rewards_m:strin')}",
@@ -470,7 +463,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "name the object in it",
         "'score_m.py:score'",
     ),
-    "a verb with a typo": ("trainr", "`trainr`", "no verb", "did you mean `trainer`?"),
+    "a beginning that is not there": (f"{OK} --resume.dir nowhere", "resume.dir", "there is no directory", "nowhere"),
     "nothing to resume": (f"{OK} --resume", "--resume", "there is no run 'sort-letters-", "Check run.name"),
 }
 STARTED = {
@@ -542,7 +535,7 @@ def told(words: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.Lo
 def test_a_mistake_is_answered_with_place_reason_and_remedy(mistake, place, capsys, caplog):
     command, *parts = MISTAKES[mistake]
     words = command.split()
-    text = told([*words, "--dry-run"] if len(words) > 1 else words, capsys, caplog)
+    text = told([*words, "--dry-run"], capsys, caplog)
     skip_if_told(text)
     for part in parts:
         assert " ".join(part.split()) in text, f"{part!r} is not in: {text}"

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from processes.add_ons import needs
+from processes.forked import fork_children_of
 from safetensors.torch import load_file, save_file
 
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
+from stretto.check import weights
 from stretto.check.weights import check_weights, check_weights_of
 from stretto.cli import main
 from stretto.config.load import load
@@ -37,6 +39,12 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = random_model(ScratchSection(tie_word_embeddings=True, **SHAPE), vocab_size, eos_token_id=1)
     save_hf(model, directory)
     return directory
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that compares weights with their config need not import torch; test_launch_plan.py starts it."""
+    fork_children_of(monkeypatch, weights)
 
 
 @pytest.fixture
