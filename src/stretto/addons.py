@@ -25,7 +25,9 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.families      family of models -> a `families.family.Family`, also of a package of yours
     stretto.networks      trainer.backend -> a `trainer.network.NetworkBuilder` that also gets its section; with
                           ".check" after it, function that refuses what it does not compute
-    stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device
+    stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device; for CPUs:
+                          cpu.rows, cpu.attention, cpu.chosen, of a training step, and cpu.cache, of an engine's pass
+                          (models/device/kernels.py)
     stretto.routers       type of [inference.router], and "registrar" -> the module that is run as a process; "list" ->
                           a `transports.engine.routed.RouterList` of a router's address and the engines' key
     stretto.trackers      section of [monitors], and package that it needs -> a `monitors.monitor.Tracker`

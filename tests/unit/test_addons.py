@@ -54,7 +54,7 @@ def strings_of(package: str) -> str:
 
 @pytest.mark.heavy
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 24
+    assert len(ADD_ONS) == 25
     assert not NAME.findall(strings_of("stretto"))
 
 
