@@ -38,6 +38,7 @@ ROOMS = (
     "stretto_native",
     "stretto_preference",
     "stretto_service",
+    "stretto_speculation",
     "stretto_vime",
 )
 """Those that handle arrays."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.gpu_kernels import assert_row_kernels_agree
+from cases.kernels.gpu_rows import assert_row_kernels_agree
 
 from stretto.models.device.kernels import find_gpu_kernels
 from stretto.models.lm_head import token_logprobs

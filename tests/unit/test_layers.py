@@ -93,6 +93,7 @@ BELOW = {
     "stretto_broadcast": {"base", "config", "records", "transports"},
     "stretto_bench": {"base", "config", "data", "envs", "monitors", "records", "transports"},
     "stretto_triton": {"models"},
+    "stretto_speculation": {"config", "inference"},
     "stretto_native": {"base", "families", "inference", "models"},
     "stretto_families": {"base", "families"},
     "stretto_preference": {"base", "chat", "config", "data", "models", "records", "trainer"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases.key_choice import ROWS, chosen_densely, vectors, visible
+from cases.kernels.key_choice import ROWS, chosen_densely, vectors, visible
 
 from stretto.models.parts.mixers import key_choice
 from stretto.models.parts.mixers.key_choice import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases.key_choice import ROWS, chosen_densely, vectors, visible
+from cases.kernels.key_choice import ROWS, chosen_densely, vectors, visible
 from test_models_families import VOCAB, build_theirs
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -27,13 +27,13 @@ from stretto.inference.embedded.blocks import BlockPool
 from stretto.inference.embedded.caches.chosen_keys import ChosenKeyCache
 from stretto.inference.embedded.caches.kv_cache import KVCache
 from stretto.inference.embedded.caches.states import StateCache, free_memory, sequences_that_fit
+from stretto.inference.embedded.drafts import BuildDrafter, Drafter, DraftRows, watch_drafts
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.image_prompts import ImagePrompt
 from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
 from stretto.inference.embedded.sampler import PromptScores, SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import EngineRequest, Scheduler
 from stretto.inference.embedded.slots import SequenceSlots
-from stretto.inference.embedded.speculation import DraftRows, SpeculationSettings, Speculator, watch_drafts
 from stretto.inference.embedded.vision.store import ImageStore
 from stretto.inference.limits import refusal_reason
 from stretto.models.decoder import Decoder
@@ -69,7 +69,7 @@ class CoreSettings:
     seed: int = 0
     eos_ids: tuple[int, ...] = ()
     use_kernels: bool = True  # those of an add-on if they support the model; False: torch's operations only
-    speculation: SpeculationSettings | None = None  # None: no drafts
+    build_drafter: BuildDrafter | None = None  # None: no drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class EngineCore:
             expert_choices=self.expert_choices,
         )
         self.scheduler.returns_supports = settings.enable_return_sampling_mask
-        self.speculator = self._build_speculator()
+        self.drafter = self._build_drafter()
         # On a CPU other processes take turns with this one; that says nothing about drafts.
         self._clock = time.thread_time if weight.device.type == "cpu" else time.perf_counter
         self._weights_away, self._cache_away = MemoryOffload(), MemoryOffload()
@@ -163,19 +163,19 @@ class EngineCore:
             self.config, *sizes, dtype=dtype, device=device, is_exact=is_exact, slab_tokens=slab_tokens
         )  # fmt: skip
 
-    def _build_speculator(self) -> Speculator | None:
-        settings, config = self.settings.speculation, self.config
-        if settings is not None and self.states is not None:
+    def _build_drafter(self) -> Drafter | None:
+        build = self.settings.build_drafter
+        if build is None:
+            return None
+        if self.states is not None:
             logger.warning(
                 "[inference.speculation] is off: a %s has layers that keep a state, which cannot forget a draft that "
                 "was wrong",
-                config.family,
+                self.config.family,
             )  # fmt: skip
             return None
-        if settings is None:
-            return None
         self.slots.keeps_ended = True
-        return Speculator(self.slots, settings, config.vocab_size)
+        return build(self.slots, self.config.vocab_size)
 
     @property
     def version(self) -> int:
@@ -231,13 +231,13 @@ class EngineCore:
 
     def step(self) -> list[EngineRequest]:
         """Compute and sample once; returns the requests that have finished or failed."""
-        speculator = self.speculator
-        if speculator is None or speculator.rest(len(self.scheduler.running)):
+        drafter = self.drafter
+        if drafter is None or drafter.rest(len(self.scheduler.running)):
             return self._step(None)
         started, num_before = self._clock(), self.scheduler.counters.generation_tokens
-        finished = self._step(speculator.propose(self.scheduler.running))
+        finished = self._step(drafter.propose(self.scheduler.running))
         tokens = self.scheduler.counters.generation_tokens - num_before
-        speculator.observe_pass(self.scheduler.latest, tokens=tokens, seconds=self._clock() - started)
+        drafter.observe_pass(self.scheduler.latest, tokens=tokens, seconds=self._clock() - started)
         return finished
 
     def _step(self, num_drafts: Int[np.ndarray, " capacity"] | None) -> list[EngineRequest]:
@@ -451,8 +451,8 @@ class EngineCore:
         Each is sampled with the random number of its position, so the kept ones are those of plain decoding. Returns
         the slots that sample their first token, which have no drafts, and their logits.
         """
-        slots, speculator = self.slots, self.speculator
-        assert speculator is not None
+        slots, drafter = self.slots, self.drafter
+        assert drafter is not None
         is_first = slots.num_tokens[chosen] == slots.num_prompt[chosen]
         first, rest = chosen[is_first], logits
         if is_first.any():
@@ -490,7 +490,7 @@ class EngineCore:
         slots.num_tokens[chosen] += count
         slots.num_computed[chosen] = slots.num_tokens[chosen] - 1
         self.scheduler.counters.generation_tokens += int(count.sum())
-        speculator.observe_drafts(
+        drafter.observe_drafts(
             chosen, num_drafts, np.minimum(num_right, count), (num_right < num_drafts) & (num_right < count)
         )
         last = rows.starts + count - 1

@@ -20,11 +20,11 @@ from torch import Tensor
 from stretto.inference.embedded.adapters import Adapters
 from stretto.inference.embedded.caches.kv_cache import KVCache, PassLayout, PassRows
 from stretto.inference.embedded.caches.states import StateCache
+from stretto.inference.embedded.drafts import DraftRows
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.sampler import PromptScores
 from stretto.inference.embedded.scheduler import StepPlan
 from stretto.inference.embedded.slots import SequenceSlots
-from stretto.inference.embedded.speculation import DraftRows
 from stretto.inference.embedded.vision.rows import find_rotations
 from stretto.inference.embedded.vision.store import ImageStore
 from stretto.models.decoder import Decoder
