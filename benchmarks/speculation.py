@@ -30,12 +30,12 @@ import torch
 from stretto.base.runtime import keep_freed_memory
 from stretto.config.sections.model import ScratchSection
 from stretto.inference.embedded.core import CoreSettings, EngineCore
-from stretto.inference.embedded.speculation import SpeculationSettings
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
 from stretto.models.hub import random_model
 from stretto.models.lm_head import head_logits
 from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto_speculation.speculator import SpeculationSettings
 
 VOCAB = 64
 COPIED = 64
@@ -88,7 +88,7 @@ def compare(
     """One row: both engines in turns on the same requests, `at_once` of them at a time."""
     settings = {"kv_cache_tokens": cache_tokens, "enable_prefix_caching": False}
     plain, again = (EngineCore(model, CoreSettings(**settings)) for _ in range(2))
-    drafting = EngineCore(model, CoreSettings(**settings, speculation=SpeculationSettings()))
+    drafting = EngineCore(model, CoreSettings(**settings, build_drafter=SpeculationSettings().build))
     engines = {"plain": plain, "drafts": drafting, "again": again}
     for core in engines.values():
         run(core, ask(-1), at_once)
@@ -101,8 +101,8 @@ def compare(
             seconds[kind].append(elapsed)
         assert found["drafts"] == found["plain"], f"{name}, round {i}: drafts have changed tokens or logprobs"
         num_tokens.append(sum(len(x) for x in found["plain"]) / 8)
-    assert drafting.speculator is not None
-    counts = drafting.speculator.counts
+    assert drafting.drafter is not None
+    counts = drafting.drafter.counts
     row = {
         "plain": round(statistics.median(n / s for n, s in zip(num_tokens, seconds["plain"])), 1),
         "drafts": round(statistics.median(n / s for n, s in zip(num_tokens, seconds["drafts"])), 1),

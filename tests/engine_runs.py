@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import pytest
 import torch
 
 from stretto.config.sections.model import ScratchSection
@@ -18,6 +21,15 @@ from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 VOCAB = 40
 EOS = 1
 USE_KERNELS = True  # set by the fixture both_engines
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["kernels", "torch"])
+def both_engines(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For tests of the embedded engine that hold with kernels and with torch's operations."""
+    global USE_KERNELS
+    USE_KERNELS = request.param
+    yield
+    USE_KERNELS = True
 
 
 def build_model(seed: int = 0, **shape) -> Decoder:

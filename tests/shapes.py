@@ -35,8 +35,10 @@ ROOMS = (
     "stretto.trainer",
     "stretto.transports",
     "stretto.vime",
+    "stretto_native",
     "stretto_preference",
     "stretto_service",
+    "stretto_speculation",
     "stretto_vime",
 )
 """Those that handle arrays."""

@@ -20,12 +20,15 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.hubs          hub -> the class that plays `hub:source`, in worker processes only
     stretto.tasksets      what comes before the colon of an id -> a module with is_taskset, missing, look_into, ADAPTER
                           and arguments, of ids that are played in worker processes only
-    stretto.engines       engine -> function of its config and the directory of its model, which serves it
+    stretto.engines       engine -> function of its config and the directory of its model, which serves it;
+                          "embedded.drafts" -> function of [inference.speculation], which builds a `Drafter`
     stretto.weights       type of [weight_broadcast], and "delta" -> a module with both ends, as transports/weights says
     stretto.families      family of models -> a `families.family.Family`, also of a package of yours
     stretto.networks      trainer.backend -> a `trainer.network.NetworkBuilder` that also gets its section; with
                           ".check" after it, function that refuses what it does not compute
-    stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device
+    stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device; for CPUs:
+                          cpu.rows, cpu.attention, cpu.chosen, of a training step, and cpu.cache, of an engine's pass
+                          (models/device/kernels.py)
     stretto.routers       type of [inference.router], and "registrar" -> the module that is run as a process; "list" ->
                           a `transports.engine.routed.RouterList` of a router's address and the engines' key
     stretto.trackers      section of [monitors], and package that it needs -> a `monitors.monitor.Tracker`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,8 +12,10 @@ if TYPE_CHECKING:
     from stretto_triton.rows import GpuKernels
 
 
-def row_kernels() -> GpuKernels:
-    """The operations between the matrix products of a training step."""
+def row_kernels() -> GpuKernels | None:
+    """The operations between the matrix products of a training step; None without triton."""
+    if find_spec("triton") is None:
+        return None
     from stretto_triton.rows import GpuKernels
 
     return GpuKernels()

@@ -1,8 +1,8 @@
 """The operations of a training step between its matrix products on a GPU, each as one kernel of triton.
 
-The methods are those of `TrainingKernels` (training.py), and two for the head (lm_head.py). Sums are float32 for every
-dtype. Results are rounded where torch's operations round them, so that a 16-bit trainer stays as close to its engine;
-what only a gradient needs is rounded once, at its end. The slow reference is torch's operations.
+The methods are those of `RowKernels` (models/device/kernels.py), and two for the head (lm_head.py). Sums are float32
+for every dtype. Results are rounded where torch's operations round them, so that a 16-bit trainer stays as close to its
+engine; what only a gradient needs is rounded once, at its end. The slow reference is torch's operations.
 Import this module only if triton is installed.
 """
 

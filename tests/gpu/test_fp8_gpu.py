@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from cases.fp8 import assert_kernels_agree
+from cases.kernels.fp8 import assert_kernels_agree
 from tiny import build_policy, documents, pack
 
 from stretto.config.sections.model import ModelSection

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.gpu_kernels import assert_row_kernels_agree
+from cases.kernels.gpu_rows import assert_row_kernels_agree
 
+from stretto.models.device.kernels import find_gpu_kernels
 from stretto.models.lm_head import token_logprobs
-from stretto.models.native import training
+from stretto.models.parts.mlp import gate_product
 from stretto.models.parts.norm import RMSNorm
 from stretto.models.parts.rope import Angles, rotate
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def kernels():
     pytest.importorskip("triton")
-    return training.find_gpu_kernels()
+    return find_gpu_kernels()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -32,7 +33,7 @@ def _step(hidden: torch.Tensor) -> list[torch.Tensor]:
     leaves = [hidden.clone().requires_grad_(), head.requires_grad_(), norm.weight]
     angles = Angles(*(torch.linspace(-1, 1, 64 * 64, device="cuda").bfloat16().view(64, 1, 64) for _ in range(2)))
     x = norm(leaves[0])
-    x = rotate(training.gate_product(x, x.flip(0)).unflatten(1, (4, 64)), angles).flatten(1)
+    x = rotate(gate_product(x, x.flip(0)).unflatten(1, (4, 64)), angles).flatten(1)
     targets = torch.arange(64, device="cuda")
     outs = token_logprobs(x, leaves[1], targets, torch.full((64,), 0.7, device="cuda"), 24, entropy_grad=True)
     (outs[0].sum() + outs[1].square().sum()).backward()
@@ -44,7 +45,7 @@ def test_a_step_with_the_kernels_is_near_one_of_torchs_operations(kernels, monke
     fast = _step(hidden)
     calls = []
     monkeypatch.setattr("stretto.models.lm_head.find_gpu_kernels", lambda: calls.append("head"))
-    for place in ("models.parts.norm", "models.parts.rope", "models.native.training"):
+    for place in ("models.parts.norm", "models.parts.rope", "models.parts.mlp"):
         monkeypatch.setattr(f"stretto.{place}.find_row_kernels", lambda *_: calls.append("row"))
     for mine, slow in zip(fast, _step(hidden)):
         assert float((mine - slow).abs().max()) < 2e-2 * float(slow.abs().max())

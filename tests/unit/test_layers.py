@@ -93,6 +93,8 @@ BELOW = {
     "stretto_broadcast": {"base", "config", "records", "transports"},
     "stretto_bench": {"base", "config", "data", "envs", "monitors", "records", "transports"},
     "stretto_triton": {"models"},
+    "stretto_speculation": {"config", "inference"},
+    "stretto_native": {"base", "families", "inference", "models"},
     "stretto_families": {"base", "families"},
     "stretto_preference": {"base", "chat", "config", "data", "models", "records", "trainer"},
     "stretto_routers": {"base", "config"},
@@ -221,6 +223,7 @@ HOMES = {
         "stretto_vllm",
         "stretto_broadcast",
         "stretto_triton",
+        "stretto_native",
         "stretto_preference",
     ),
     # stretto_python: types, and what a model object of the user is

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from stretto import addons
 from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.check.vllm_models import CPU_BLOCK_SIZE
@@ -75,8 +76,13 @@ def check_drafts(cfg: RLConfig, *, is_on_gpu: bool) -> None:
     """Check what does not go with drafts in the engine that `auto` means for this plan.
 
     Raises: ConfigError if vLLM drafts, and is to return or to sample what it cannot then; or if a deterministic run
-    would get other bits from drafts, whose lengths follow the clock.
+    would get other bits from drafts, whose lengths follow the clock; or if no add-on drafts in the embedded engine.
     """
+    engines = {"inference": cfg.inference, "teacher_inference": cfg.teacher_inference}
+    engines |= {f"models.{name}": each for name, each in cfg.models.items()}
+    for path, each in engines.items():
+        if each is not None and each.speculation is not None and each.chosen_engine(has_gpu=is_on_gpu) == "embedded":
+            addons.check("stretto.engines", "embedded.drafts", f"[{path}.speculation] of the embedded engine")
     section = cfg.inference
     if section is None or section.drafting_key is None:
         return

@@ -448,6 +448,8 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
             raise ConfigError(
                 f'{name}: inference.engine = "embedded" has no {model.family}; set "vllm", or leave it out'
             )
+        if section.speculation is not None:
+            addons.check("stretto.engines", "embedded.drafts", "[inference.speculation] of the embedded engine")
         return
     addons.check("stretto.engines", "vllm", f"{name}: vLLM")
     model.check()

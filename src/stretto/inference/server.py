@@ -28,7 +28,6 @@ from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_l
 from stretto.base.status import is_supervised
 from stretto.chat.tokenizer import end_ids
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR, LEAVES_FIRST_VAR
-from stretto.config.sections.inference import SpeculationSection
 from stretto.data.hub_model import fetch
 from stretto.data.model_file import has_own_family, is_classifier
 from stretto.inference.boundary import (
@@ -42,7 +41,6 @@ from stretto.inference.boundary import (
 )
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.engine import FAILED, Engine, EngineState
-from stretto.inference.embedded.speculation import SpeculationSettings
 from stretto.inference.limits import too_many_adapters
 from stretto.inference.openai import OpenAIRoutes
 from stretto.inference.scorer import ScoreServer
@@ -388,18 +386,6 @@ async def _load_and_run(server: Server) -> None:
     await server.engine.run()
 
 
-def _speculation(section: SpeculationSection | None) -> SpeculationSettings | None:
-    """The settings of [inference.speculation]; None without it."""
-    if section is None:
-        return None
-    names = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
-    given = {name: value for name, value in section.given.items() if name in names}
-    if "prompt_lookup_max" in given and "prompt_lookup_min" not in given:
-        given["prompt_lookup_min"] = min(given["prompt_lookup_max"], SpeculationSettings.prompt_lookup_min)
-    assert section.method in ("suffix", "ngram"), "the rules refuse other methods"
-    return SpeculationSettings(method=section.method, **given)
-
-
 def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
     """Build the engine of an [inference] section."""
     device = cfg.device
@@ -411,6 +397,9 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
     is_small = sum(p.numel() for p in model.parameters()) < _ONE_THREAD_BELOW_PARAMETERS
     if is_small and cfg.num_threads is None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # starting threads takes longer than computing a small product
+    drafts = None
+    if cfg.speculation is not None:
+        drafts = addons.load("stretto.engines", "embedded.drafts", "[inference.speculation]")(cfg.speculation)
     settings = CoreSettings(
         max_model_len=cfg.max_model_len,
         kv_cache_tokens=cfg.kv_cache_tokens,
@@ -423,7 +412,7 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
         enable_return_sampling_mask=cfg.enable_return_sampling_mask,
         seed=cfg.seed,
         use_kernels=model.layout is None,
-        speculation=_speculation(cfg.speculation),
+        build_drafter=drafts,
         eos_ids=end_ids(directory),
     )
     return EngineCore(model, settings)

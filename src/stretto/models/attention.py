@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from stretto.models.native.training import NativeAttention, find_training_kernels
+from stretto.models.device.kernels import find_kernels
 from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
 from stretto.models.parts.mixers.documents import Documents
 from stretto.models.parts.mixers.key_choice import VisibleKeys, attend_chosen
@@ -41,12 +41,9 @@ PAD_STEP = 8
 """Short segments are padded to a multiple of this many tokens, so that similar lengths share a call."""
 MAX_PADDED_KEYS = 512
 """Segments with more keys share a call only if their shapes are equal: padding would cost more than it saves."""
-MAX_NATIVE_KEYS = 512
-"""Rows without longer segments use kernels in C if the machine has them (native/training.py): they pad nothing, and
-skip the half that causality hides."""
 MAX_COPIES = 4
-"""Rows whose segments read more keys than this many times the row's tokens use those kernels at any length: they read
-keys in place. Other calls copy them for each segment; where these must run, they copy again in the backward pass."""
+"""Where segments read more keys than this many times the row's tokens, calls copy them again in the backward pass.
+Kernels of add-ons read keys in place, and compute such rows at any length."""
 MAX_SHORT_KEYS = 64
 """Up to this many keys, parts/short_attention.py beats the CPU's flash kernel; at 92 they are equal."""
 
@@ -126,8 +123,9 @@ def packed_attention(
 
 def _attend_in_calls(tree: SegmentTree, device: torch.device | None) -> Attend:
     """An `Attend` over all segments, with one call per shape."""
-    native = NativeAttention(tree)
     copies = int((tree.lengths + tree.prefixes).sum()) > MAX_COPIES * int(tree.bounds[-1])
+    build = find_kernels("cpu.attention")
+    in_place = None if build is None else build(tree, is_any_length=copies)
 
     @functools.cache
     def visible(device: torch.device) -> VisibleKeys:
@@ -145,14 +143,9 @@ def _attend_in_calls(tree: SegmentTree, device: torch.device | None) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         if limits.keys is not None:
             return attend_chosen(limits.keys, q, k, v, visible(q.device))
-        is_plain = limits.sinks is None and (limits.window is None or native.longest <= limits.window)
-        if (
-            is_plain
-            and (0 < native.longest <= MAX_NATIVE_KEYS or copies)
-            and native.fits(q, k, v)
-            and (kernels := find_training_kernels(q, k, v)) is not None
-        ):
-            return native(q, k, v, kernels)
+        is_plain = limits.sinks is None and (limits.window is None or tree.longest <= limits.window)
+        if is_plain and in_place is not None and (out := in_place(q, k, v)) is not None:
+            return out
         if q.is_cuda and limits.sinks is None and (tree.parents >= 0).any():
             return attend_tree(q, k, v, mask(limits.window, q.device))
         return plan(limits.window).attend(q, k, v, limits.sinks)

@@ -3,7 +3,7 @@
 Weights that multiply the same rows (q, k and v; gate and up) are stacked in one tensor, of which the model's
 parameters are views: parameters keep their names, and an update of a parameter takes effect in the next pass. The pass
 computes what decoder.py does, which is its slow reference; mixtures of experts use their module (moe.py). In float32 a
-norm is four operations, and the matrix product adds the residual; with kernels in C (native/) a product, and everything
+norm is four operations, and the matrix product adds the residual; with kernels (device/) a product, and everything
 between two products, is one call. In other dtypes every rounding is that of the modules, so that the engine stays as
 close to the trainer as possible.
 """
@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.models.decoder import Attention, Block, Decoder
+from stretto.models.device.kernels import PassKernels, Products
 from stretto.models.moe import MoE
-from stretto.models.native.kernels import Kernels
-from stretto.models.native.products import Products
 from stretto.models.parts.mixers.attend import Attend
 from stretto.models.parts.mixers.carried import CarriedDocuments
 from stretto.models.parts.mixers.sparse_mla import RowMatrices, SparseLatentAttention
@@ -41,7 +40,7 @@ MatrixAddends = Callable[[str], RowMatrices]
 Adapt = Callable[[str, Tensor, Tensor], None]
 """(parameter name, x [rows, in], out [rows, out]): add the outputs of this parameter's adapters to `out`."""
 
-NativeAttend = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
+InPlaceAttend = Callable[[int, Tensor, Tensor | None, Tensor | None], Tensor]
 """(layer, q, k and v side by side [rows, columns], weights of the norms of q and k) -> [rows, heads * head_dim]."""
 
 
@@ -110,7 +109,9 @@ class _Layer:
 class _Norms:
     """RMSNorms of one width, with their weights as rows of one tensor, which each pass scales."""
 
-    def __init__(self, norms: Sequence[RMSNorm], repeats: Sequence[int] = (1,), kernels: Kernels | None = None) -> None:
+    def __init__(
+        self, norms: Sequence[RMSNorm], repeats: Sequence[int] = (1,), kernels: PassKernels | None = None
+    ) -> None:
         """repeats: in each group of len(repeats) norms, norm i serves repeats[i] heads."""
         self.kernels = kernels
         self.eps, dim = norms[0].eps, len(norms[0].weight)
@@ -146,10 +147,10 @@ class _Norms:
 class FusedDecoder:
     """`Decoder.forward` over the same parameters, with fused layers."""
 
-    def __init__(self, model: Decoder, kernels: Kernels | None = None) -> None:
-        """kernels: they compute what is between the products; `attend` is then a `NativeAttend`.
+    def __init__(self, model: Decoder, kernels: PassKernels | None = None) -> None:
+        """kernels: they compute what is between the products, and these too if they support all weights.
 
-        With kernels, products are those of native/products.py if they support all weights.
+        With kernels, `attend` is an `InPlaceAttend`.
         """
         cfg, self.model, self.kernels = model.config, model, kernels
         self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
@@ -157,7 +158,7 @@ class FusedDecoder:
         self.layers = [_fuse(block, f"model.layers.{i}") for i, block in enumerate(blocks)]
         self.products = None
         if kernels is not None:
-            self.products = Products.find([*(one.weight for one in self.linears), model.output_weight])
+            self.products = kernels.find_products([*(one.weight for one in self.linears), model.output_weight])
         if self.products is not None:
             self.layers = [layer.computed_by(self.products) for layer in self.layers]
         self.attentions = [_attention_of(block) for block in blocks]
@@ -184,7 +185,7 @@ class FusedDecoder:
         self,
         token_ids: Int[Tensor, " rows"],
         position_ids: Int[Tensor, "*axes rows"],
-        attend: Attend | NativeAttend,
+        attend: Attend | InPlaceAttend,
         routing: Routing,
         adapt: Adapt | None = None,
         images: ImageVectors | None = None,
@@ -197,7 +198,7 @@ class FusedDecoder:
             x = images.place(x)
         weights, normed = self.norms.scaled(), self.norms.apply
         if self.kernels:
-            project = self._native_attention(attend)
+            project = self._in_place_attention(attend)
         else:
             build = self._varied_attention if self.is_varied else self._attention
             project = build(attend, self.model.angles(position_ids, x.dtype))
@@ -251,7 +252,7 @@ class FusedDecoder:
 
         return project
 
-    def _native_attention(self, attend: NativeAttend) -> Callable[[int, Tensor], Tensor]:
+    def _in_place_attention(self, attend: InPlaceAttend) -> Callable[[int, Tensor], Tensor]:
         if self.qk_norms is None:
             return lambda layer, qkv: attend(layer, qkv, None, None)
         norms = self.qk_norms.rows
@@ -330,7 +331,7 @@ class ModuleDecoder:
         return add_adapters
 
 
-def build_pass(model: Decoder, kernels: Kernels | None = None) -> FusedDecoder | ModuleDecoder:
+def build_pass(model: Decoder, kernels: PassKernels | None = None) -> FusedDecoder | ModuleDecoder:
     """A model's forward pass for an engine."""
     cfg = model.config
     return ModuleDecoder(model) if cfg.mixers or model.layout is not None else FusedDecoder(model, kernels)

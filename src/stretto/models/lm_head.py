@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.models.native.training import find_gpu_kernels
+from stretto.models.device.kernels import find_gpu_kernels
 from stretto.records.support import Support
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from stretto.models.native.memory_offload import MemoryOffload
+from stretto.models.device.memory_offload import MemoryOffload
 from stretto.trainer.learner import Learner
 from stretto.trainer.network import Network
 

@@ -31,9 +31,9 @@ def run_interpreted(code: str) -> None:
 
 def test_8_bit_kernels_give_the_reference() -> None:
     check = "c.assert_kernels_agree(k.Triton(), 'cpu', is_interpreted=True)"
-    run_interpreted(f"import cases.fp8 as c, stretto_triton.fp8 as k; {check}")
+    run_interpreted(f"import cases.kernels.fp8 as c, stretto_triton.fp8 as k; {check}")
 
 
 def test_row_kernels_give_torchs_numbers() -> None:
     check = "[c.assert_row_kernels_agree(g.GpuKernels(), 'cpu', d) for d in (torch.float32, torch.bfloat16)]"
-    run_interpreted(f"import torch, cases.gpu_kernels as c, stretto_triton.rows as g; {check}")
+    run_interpreted(f"import torch, cases.kernels.gpu_rows as c, stretto_triton.rows as g; {check}")

@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+from processes.add_ons import needs
 from servers import logprobs_of, needs_vllm, scratch, serve_ready
 
 from stretto.models.hub import export_tensors
@@ -21,7 +22,10 @@ FLAGS = (
 PROMPT = np.tile(np.arange(20, 26, dtype=np.int32), 6)
 
 
-@pytest.fixture(scope="module", params=["embedded", pytest.param("vllm", marks=needs_vllm)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("embedded", marks=needs("speculation")), pytest.param("vllm", marks=needs_vllm)],
+)
 def engine(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     with serve_ready(request.param, scratch(0), directory, *FLAGS) as url:

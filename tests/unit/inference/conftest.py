@@ -1,15 +1,5 @@
-"""For tests of the embedded engine that hold with its kernels in C and with torch's operations."""
+"""The fixture of tests that hold with kernels and with torch's operations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import engine_runs
-import pytest
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["kernels", "torch"])
-def both_engines(request: pytest.FixtureRequest) -> Iterator[None]:
-    engine_runs.USE_KERNELS = request.param
-    yield
-    engine_runs.USE_KERNELS = True
+from engine_runs import both_engines  # noqa: F401

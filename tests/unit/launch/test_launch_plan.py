@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from cases.plans import TOML, config_builder, isolate
+from processes.add_ons import is_here
 
 from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError
@@ -140,7 +141,8 @@ def test_a_divergence_that_holds_nothing_is_said(config) -> None:
 
 def test_a_deterministic_run_drafts_in_the_embedded_engine_only(config) -> None:
     keys = ["--deterministic", "--inference.speculation.method", "ngram"]
-    assert planned(config(*keys)).config.inference.speculation is not None
+    if is_here("speculation"):
+        assert planned(config(*keys)).config.inference.speculation is not None
     with pytest.raises(ConfigError, match=r"\[inference.speculation\] with deterministic = true"):
         planned(config(*keys, "--inference.engine", "vllm"))
 
@@ -183,11 +185,13 @@ def test_what_drafts_ask_of_vllm_holds_where_the_engine_is_chosen_by_a_key(confi
 def test_what_drafts_ask_of_vllm_holds_where_a_gpu_makes_it_the_engine(config, monkeypatch) -> None:
     monkeypatch.setattr("stretto.config.sections.inference.find_spec", lambda name: name)
     masks = config("--inference.speculation.method", "ngram", "--inference.enable-return-sampling-mask")
-    check_drafts(masks, is_on_gpu=False)
+    if is_here("speculation"):
+        check_drafts(masks, is_on_gpu=False)
     with pytest.raises(ConfigError, match=r"inference.enable_return_sampling_mask = true with inference.speculation"):
         check_drafts(masks, is_on_gpu=True)
     likely = config("--inference.speculation.method", "ngram", "--orchestrator.eval.sampling.min-p", "0.1")
-    check_drafts(likely, is_on_gpu=False)
+    if is_here("speculation"):
+        check_drafts(likely, is_on_gpu=False)
     with pytest.raises(ConfigError, match="vLLM does not sample with it while it drafts"):
         check_drafts(likely, is_on_gpu=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases.fp8 import assert_kernels_agree
+from cases.kernels.fp8 import assert_kernels_agree
 
 from stretto.models.fp8.reference import (
     BLOCK,

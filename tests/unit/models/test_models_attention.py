@@ -16,14 +16,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=[8, 16], ids=["torch", "kernels"], autouse=True)
 def head_dim(request, monkeypatch):
-    """The kernels in C take heads of 16 numbers, and leave those of 8 to torch's operations."""
+    """Kernels for a CPU take heads of 16 numbers, and leave those of 8 to torch's operations."""
     monkeypatch.setitem(globals(), "DIM", request.param)
 
 
 @pytest.fixture
 def torch_only(monkeypatch):
-    """No kernels in C."""
-    monkeypatch.setattr(attention, "find_training_kernels", lambda q, k, v: None)
+    """No kernels for a CPU."""
+    monkeypatch.setattr(attention, "find_kernels", lambda _: None)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_segment_sees_those_that_it_continues_and_itself(lengths, parents):
 def test_keys_that_many_segments_continue_are_not_kept_for_each_of_them(monkeypatch, has_kernels):
     """What a pass keeps grows with the tokens of its row, and not with the segments that read a long beginning."""
     if not has_kernels:
-        monkeypatch.setattr(attention, "find_training_kernels", lambda q, k, v: None)
+        monkeypatch.setattr(attention, "find_kernels", lambda _: None)
     num = 24
     layout = PackedLayout((0, *range(600, 600 + 5 * num + 1, 5)), CPU, (-1, *[0] * num))
     kept = {}

@@ -26,22 +26,21 @@ from stretto.inference.embedded.adjustments import Adjustments, Encode
 from stretto.inference.embedded.blocks import BlockPool
 from stretto.inference.embedded.caches.chosen_keys import ChosenKeyCache
 from stretto.inference.embedded.caches.kv_cache import KVCache
-from stretto.inference.embedded.caches.native_cache import NativeCache
 from stretto.inference.embedded.caches.states import StateCache, free_memory, sequences_that_fit
+from stretto.inference.embedded.drafts import BuildDrafter, Drafter, DraftRows, watch_drafts
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.image_prompts import ImagePrompt
 from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
 from stretto.inference.embedded.sampler import PromptScores, SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import EngineRequest, Scheduler
 from stretto.inference.embedded.slots import SequenceSlots
-from stretto.inference.embedded.speculation import DraftRows, SpeculationSettings, Speculator, watch_drafts
 from stretto.inference.embedded.vision.store import ImageStore
 from stretto.inference.limits import refusal_reason
 from stretto.models.decoder import Decoder
+from stretto.models.device.kernels import find_kernels
+from stretto.models.device.memory_offload import MemoryOffload, trim
 from stretto.models.hub import export_tensors, load_tensors
 from stretto.models.lora import Adapter
-from stretto.models.native.kernels import Kernels
-from stretto.models.native.memory_offload import MemoryOffload, trim
 from stretto.records.generate import GenerateRequest
 from stretto.records.weight_manifest import WeightManifest
 
@@ -69,8 +68,8 @@ class CoreSettings:
     enable_return_sampling_mask: bool = False
     seed: int = 0
     eos_ids: tuple[int, ...] = ()
-    use_kernels: bool = True  # kernels in C if they support the model; False: torch's operations only
-    speculation: SpeculationSettings | None = None  # None: no drafts
+    use_kernels: bool = True  # those of an add-on if they support the model; False: torch's operations only
+    build_drafter: BuildDrafter | None = None  # None: no drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +112,7 @@ class EngineCore:
         self.settings, self.config = settings, model.config
         is_exact = weight.device.type == "cpu" and weight.dtype == torch.float32
         num_blocks, self.max_model_len = _cache_size(model, settings)
-        kernels = self.kernels = Kernels.find(model.config, weight) if settings.use_kernels else None
-        self.cache = self._build_cache(num_blocks, weight, kernels, is_exact=is_exact)
+        self.cache = self._build_cache(num_blocks + 1, weight, is_exact=is_exact)
         self.expert_choices = _build_expert_choices(model, settings, num_blocks + 1)
         self.adapters = Adapters(model, find_tile=find_tile if is_exact else None)
         self.max_num_seqs = sequences_that_fit(model, settings.max_num_seqs)
@@ -143,7 +141,7 @@ class EngineCore:
             expert_choices=self.expert_choices,
         )
         self.scheduler.returns_supports = settings.enable_return_sampling_mask
-        self.speculator = self._build_speculator()
+        self.drafter = self._build_drafter()
         # On a CPU other processes take turns with this one; that says nothing about drafts.
         self._clock = time.thread_time if weight.device.type == "cpu" else time.perf_counter
         self._weights_away, self._cache_away = MemoryOffload(), MemoryOffload()
@@ -151,34 +149,33 @@ class EngineCore:
         self.requests: dict[str, EngineRequest] = {}
         self._latest_batch: _SamplingBatch | None = None  # from the step before
 
-    def _build_cache(self, num_blocks: int, weight: Tensor, kernels: Kernels | None, *, is_exact: bool) -> KVCache:
+    def _build_cache(self, num_blocks: int, weight: Tensor, *, is_exact: bool) -> KVCache:
         block_size = self.settings.block_size
-        if kernels is not None:
-            return NativeCache(self.config, num_blocks + 1, block_size, self.max_model_len, kernels, weight.dtype)
+        sizes = (num_blocks, block_size, self.max_model_len)
+        build = find_kernels("cpu.cache") if self.settings.use_kernels else None
+        if build is not None and (cache := build(self.config, weight, *sizes)) is not None:
+            return cache
+        dtype, device = weight.dtype, weight.device
         if self.config.chooses_keys:
-            return ChosenKeyCache(
-                self.config, num_blocks + 1, block_size, self.max_model_len, dtype=weight.dtype,
-                device=weight.device, is_exact=is_exact,
-            )  # fmt: skip
-        slab_tokens = num_blocks * block_size // _BLOCK_KEYS_PER_SLAB_KEY if weight.device.type == "cpu" else 0
+            return ChosenKeyCache(self.config, *sizes, dtype=dtype, device=device, is_exact=is_exact)
+        slab_tokens = (num_blocks - 1) * block_size // _BLOCK_KEYS_PER_SLAB_KEY if device.type == "cpu" else 0
         return KVCache(
-            self.config, num_blocks + 1, block_size, self.max_model_len, dtype=weight.dtype,
-            device=weight.device, is_exact=is_exact, slab_tokens=slab_tokens,
+            self.config, *sizes, dtype=dtype, device=device, is_exact=is_exact, slab_tokens=slab_tokens
         )  # fmt: skip
 
-    def _build_speculator(self) -> Speculator | None:
-        settings, config = self.settings.speculation, self.config
-        if settings is not None and self.states is not None:
+    def _build_drafter(self) -> Drafter | None:
+        build = self.settings.build_drafter
+        if build is None:
+            return None
+        if self.states is not None:
             logger.warning(
                 "[inference.speculation] is off: a %s has layers that keep a state, which cannot forget a draft that "
                 "was wrong",
-                config.family,
+                self.config.family,
             )  # fmt: skip
             return None
-        if settings is None:
-            return None
         self.slots.keeps_ended = True
-        return Speculator(self.slots, settings, config.vocab_size)
+        return build(self.slots, self.config.vocab_size)
 
     @property
     def version(self) -> int:
@@ -234,13 +231,13 @@ class EngineCore:
 
     def step(self) -> list[EngineRequest]:
         """Compute and sample once; returns the requests that have finished or failed."""
-        speculator = self.speculator
-        if speculator is None or speculator.rest(len(self.scheduler.running)):
+        drafter = self.drafter
+        if drafter is None or drafter.rest(len(self.scheduler.running)):
             return self._step(None)
         started, num_before = self._clock(), self.scheduler.counters.generation_tokens
-        finished = self._step(speculator.propose(self.scheduler.running))
+        finished = self._step(drafter.propose(self.scheduler.running))
         tokens = self.scheduler.counters.generation_tokens - num_before
-        speculator.observe_pass(self.scheduler.latest, tokens=tokens, seconds=self._clock() - started)
+        drafter.observe_pass(self.scheduler.latest, tokens=tokens, seconds=self._clock() - started)
         return finished
 
     def _step(self, num_drafts: Int[np.ndarray, " capacity"] | None) -> list[EngineRequest]:
@@ -411,7 +408,7 @@ class EngineCore:
             if len(batch.adjusted):
                 self._adjust(batch, logits, at)
             supports: dict[int, np.ndarray] | None = {} if self.scheduler.returns_supports else None
-            tokens, logprobs = sample(logits, batch.rows, uniforms(batch.key, at), supports, self.kernels)
+            tokens, logprobs = sample(logits, batch.rows, uniforms(batch.key, at), supports, self.cache.kernels)
         for row, ids in (supports or {}).items():
             self.scheduler.supports[int(chosen[row])].append(ids)
         slots.tokens[chosen, at] = tokens
@@ -454,8 +451,8 @@ class EngineCore:
         Each is sampled with the random number of its position, so the kept ones are those of plain decoding. Returns
         the slots that sample their first token, which have no drafts, and their logits.
         """
-        slots, speculator = self.slots, self.speculator
-        assert speculator is not None
+        slots, drafter = self.slots, self.drafter
+        assert drafter is not None
         is_first = slots.num_tokens[chosen] == slots.num_prompt[chosen]
         first, rest = chosen[is_first], logits
         if is_first.any():
@@ -469,7 +466,7 @@ class EngineCore:
         with torch.inference_mode():
             if len(batch.adjusted):
                 self._adjust(batch, logits, at)
-            tokens, logprobs = sample(logits, batch.rows, uniforms(batch.key, at), supports, self.kernels)
+            tokens, logprobs = sample(logits, batch.rows, uniforms(batch.key, at), supports, self.cache.kernels)
         is_wrong = (slots.tokens[batch.slots, at] != tokens) | (rows.nth == num_drafts[rows.owner])
         is_stop = np.zeros(len(at), np.bool_)
         if batch.stop_ids is not None:
@@ -493,7 +490,7 @@ class EngineCore:
         slots.num_tokens[chosen] += count
         slots.num_computed[chosen] = slots.num_tokens[chosen] - 1
         self.scheduler.counters.generation_tokens += int(count.sum())
-        speculator.observe_drafts(
+        drafter.observe_drafts(
             chosen, num_drafts, np.minimum(num_right, count), (num_right < num_drafts) & (num_right < count)
         )
         last = rows.starts + count - 1

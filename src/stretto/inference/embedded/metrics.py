@@ -75,7 +75,7 @@ class Metrics:
             "weight_updates": self.num_updates,
             "weight_update_seconds": self.update_s,
         }
-        drafts = core.speculator
+        drafts = core.drafter
         if drafts is not None:
             totals |= {
                 "spec_decode_num_drafts": drafts.counts.num_drafts,

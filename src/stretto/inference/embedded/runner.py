@@ -3,7 +3,7 @@
 Bits: a row of a matrix product may depend on how many rows are multiplied (BLAS has other kernels for a few rows), so
 rows are padded to a multiple of `_ROW_MULTIPLE`. At start, `find_model_tile` checks on the model's own weight shapes
 that every padded row count then gives the same bits. If it does not, every product has exactly `tile` rows. Where all
-products are our own (native/products.py), rows have equal bits in any number and none are added.
+products are those of an add-on (models/device/kernels.py), rows have equal bits in any number and none are added.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from torch import Tensor
 
 from stretto.inference.embedded.adapters import Adapters
 from stretto.inference.embedded.caches.kv_cache import KVCache, PassLayout, PassRows
-from stretto.inference.embedded.caches.native_cache import NativeCache
 from stretto.inference.embedded.caches.states import StateCache
+from stretto.inference.embedded.drafts import DraftRows
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.sampler import PromptScores
 from stretto.inference.embedded.scheduler import StepPlan
 from stretto.inference.embedded.slots import SequenceSlots
-from stretto.inference.embedded.speculation import DraftRows
 from stretto.inference.embedded.vision.rows import find_rotations
 from stretto.inference.embedded.vision.store import ImageStore
 from stretto.models.decoder import Decoder
@@ -106,8 +105,7 @@ class Runner:
         images: ImageStore | None = None,
     ) -> None:
         self.cache, self.adapters, self.states, self.images = cache, adapters, states, images
-        kernels = cache.kernels if isinstance(cache, NativeCache) else None
-        self.model = build_pass(model, kernels)
+        self.model = build_pass(model, cache.kernels)
         if isinstance(self.model, ModuleDecoder):
             self.model.use_matrices(adapters.matrices)
         self.output_weight = model.output_weight
@@ -194,7 +192,7 @@ class Runner:
             inverse = np.empty_like(order)
             inverse[order] = nth
         num_left = 0
-        if plan.is_decode and (isinstance(self.cache, NativeCache) or (places >= 0).all()):
+        if plan.is_decode and (self.cache.kernels is not None or (places >= 0).all()):
             num_left = int((self.cache.widths[width_index] - positions).min()) - 1
         documents = []
         if self.states is not None:

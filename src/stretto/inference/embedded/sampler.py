@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.models.native.kernels import Kernels
+from stretto.models.device.kernels import PassKernels
 from stretto.records.generate import GenerateRequest, member_seed
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def sample(
     rows: SamplingRows,
     u: Float[np.ndarray, " rows"],
     supports: dict[int, Int[np.ndarray, " kept"]] | None = None,
-    kernels: Kernels | None = None,
+    kernels: PassKernels | None = None,
 ) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
     """Sample tokens; returns them with their logprobs (nats) under the processed distribution.
 

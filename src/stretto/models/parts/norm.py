@@ -1,10 +1,9 @@
 """x / rms(x) * weight, with a backward pass of one kernel.
 
-On CPUs torch computes its norm with six operations and differentiates each. Kernels in C (native/training.py) do both
-at once; where there are none, the gradient comes from the kernel of torch's layer norm, with mean 0 and with its term
-for the mean added back. GPUs have kernels of triton (an add-on has them), also for 16 bits; without triton, and under
-torch.compile, which fuses operations itself, torch's norm is called. A pass without gradients has the same bits as one
-with them.
+On CPUs torch computes its norm with six operations and differentiates each. Kernels of add-ons (device/kernels.py) do
+both at once, on GPUs also in 16 bits. Where there are none, the gradient on a CPU comes from the kernel of torch's
+layer norm, with mean 0 and with its term for the mean added back; on a GPU, and under torch.compile, torch's norm is
+called. A pass without gradients has the same bits as one with them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from stretto.models.native.training import TrainingKernels, find_row_kernels
+from stretto.models.device.kernels import RowKernels, find_row_kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -42,7 +41,7 @@ def rms_norm(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kernels: TrainingKernels | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kernels: RowKernels | None) -> Tensor:
         ctx.kernels = kernels
         if kernels is not None:
             out, inverse = kernels.rms_norm(x, weight, eps)

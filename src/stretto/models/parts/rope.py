@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.families.shape import Rope
-from stretto.models.native.training import find_row_kernels
+from stretto.models.device.kernels import find_row_kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

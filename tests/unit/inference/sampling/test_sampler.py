@@ -1,3 +1,5 @@
+from importlib import import_module
+
 import numpy as np
 import pytest
 import torch
@@ -5,20 +7,18 @@ from sampling_cases import SETTINGS, build_rows, slow_distribution
 
 from stretto.inference.embedded import sampler
 from stretto.inference.embedded.sampler import PromptScores, SamplingRows, stream_key, uniforms
-from stretto.models.native.kernels import Kernels
-from stretto.models.native.library import find_library
 from stretto.records.generate import GenerateRequest
 
 
 @pytest.fixture(params=["kernels", "torch"])
 def sample(request):
-    """`sample` in C, and in torch's operations."""
+    """`sample` by kernels for a CPU, and in torch's operations."""
     if request.param == "torch":
         return sampler.sample
-    library = find_library()
+    library = pytest.importorskip("stretto_native.library").find_library()
     if library is None:
         pytest.skip("needs a C compiler")
-    kernels = Kernels(library)
+    kernels = import_module("stretto_native.kernels").Kernels(library)
     return lambda logits, rows, u, supports=None: sampler.sample(logits, rows, u, supports, kernels)
 
 

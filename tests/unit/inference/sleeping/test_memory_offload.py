@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from stretto.models.native.memory_offload import MemoryOffload
+from stretto.models.device.memory_offload import MemoryOffload
 
 MIB = 1 << 20
 

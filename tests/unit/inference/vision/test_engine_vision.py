@@ -20,10 +20,10 @@ from cases.vision import (
     logprobs_alone,
 )
 from engine_runs import ask, audit, bits, build_core, build_model, finish, run, submit
+from processes.add_ons import needs
 
 from stretto.config.sections.model import LoRASection
 from stretto.inference.embedded.core import EngineCore
-from stretto.inference.embedded.speculation import SpeculationSettings
 from stretto.inference.embedded.vision.store import ImageStore
 from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors
@@ -295,19 +295,22 @@ def test_a_store_encodes_what_the_tower_does():
     assert found is store.encode(LARGE) and len(found.deepstack) == 2 and len(found.embeddings) == 6
 
 
+@needs("speculation")
 @pytest.mark.heavy
 @pytest.mark.parametrize("case", VISION_CASES)
 def test_drafts_behind_prompts_with_images_change_no_bit(case):
     """Also drafts that copy the placeholders of an image into a reply."""
+    from stretto_speculation.speculator import SpeculationSettings
+
     model, always = build_vision_policy(case), SpeculationSettings(prompt_lookup_min=1, is_always_on=True)
     sampling = {"n": 2, "max_tokens": 40, "temperature": 0.2, "scored": True}
     specs = [show(f"r{i}", [LARGE, SMALL][i % 2 :], i // 2, **sampling) for i in range(6)] + [
         show("none", [], **sampling)
     ]
-    drafting = build_core(model, speculation=always)
+    drafting = build_core(model, build_drafter=always.build)
     with_drafts, without = run(drafting, *specs), run(build_core(model), *specs)
-    if drafting.speculator is None:  # layers with a state
+    if drafting.drafter is None:  # layers with a state
         return
     for one, other in zip(with_drafts, without, strict=True):
         assert [bits(each) for each in one] == [bits(each) for each in other]
-    assert drafting.speculator.counts.num_accepted_tokens > 20
+    assert drafting.drafter.counts.num_accepted_tokens > 20

@@ -17,7 +17,7 @@ EPS = 1e-6
 
 @pytest.fixture(params=[True, False], ids=["kernels", "torch"], autouse=True)
 def use_kernels(request, monkeypatch):
-    """With the kernels in C, where rows are as long as they take them, and without."""
+    """With kernels for a CPU, where rows are as long as they take them, and without."""
     if not request.param:
         monkeypatch.setattr(norm, "find_row_kernels", lambda *tensors: None)
     return request.param

@@ -4,7 +4,7 @@ Every query row (one token, of a prompt or of a sequence being decoded) attends 
 padded to one of a few widths that depends on its own position only. In float32 on a CPU (`is_exact`) the shapes of the
 matrix products do not depend on the rest of the batch, on how a prompt was cut into chunks, or on what came from the
 prefix cache, so a row has equal bits in every batch. Rows of one long prompt share one read of its keys; sequences
-that are being decoded have their keys in one piece (running.py). With kernels in C, native_cache.py replaces this.
+that are being decoded have their keys in one piece (running.py). A cache of an add-on's kernels replaces this.
 
 Shape of the cache: [layers that attend, 2 * kv_heads, blocks, block_size * head_dim], keys before values, so that one
 row gather yields a batch of [keys, head_dim] matrices for a batched product without another copy. The states of
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from stretto.families.shape import ModelConfig
 from stretto.inference.embedded.caches.running import RunningKV, SlabFill, SlabPart
+from stretto.models.device.kernels import PassKernels
 from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
 from stretto.models.parts.sinks import attend_with_sinks
 
@@ -110,6 +111,9 @@ def key_widths(block_size: int, max_len: int) -> Int64[np.ndarray, " widths"]:
 
 class KVCache:
     """The tensors of all blocks of all layers, and the slabs of sequences that are being decoded."""
+
+    kernels: PassKernels | None = None
+    """What reads blocks in place, without slabs, and computes the rest of a pass; None: torch's operations."""
 
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, max_len: int, *, dtype: torch.dtype,

@@ -2,10 +2,10 @@
 
 `choose_keys` scores blocks of keys for blocks of queries and keeps the best so far, and `attend_chosen` gathers the
 chosen keys for a few queries at a time, again in the backward pass. So memory grows with the tokens, not with their
-square. On a CPU kernels in C do both, and the loss of an index, without copies (native/chosen.py), if widths are
-multiples of 16. Queries may be any part of a row (`VisibleKeys`), with context parallelism those of one rank, while
-keys are always those of the whole row. The index's vectors and the projections around the attention are in
-sparse_mla.py. The slow reference, a mask over the whole row, is in the tests.
+square. Kernels of add-ons do both, and the loss of an index, without copies (`ChosenKernels`). Queries may be any part
+of a row (`VisibleKeys`), with context parallelism those of one rank, while keys are always those of the whole row. The
+index's vectors and the projections around the attention are in sparse_mla.py. The slow reference, a mask over the whole
+row, is in the tests.
 
 Source: DeepSeek Sparse Attention, arXiv:2512.02556, section 2.1. Differs: among keys of equal scores the earliest are
 chosen, so that the choice does not depend on the sizes of blocks or on the rank.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.models.native.chosen import ChosenKernels, find_chosen_kernels
+from stretto.models.device.kernels import find_kernels
 from stretto.models.segments import SegmentTree
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ MAX_QUERIES, MAX_KEYS = 64, 2048
 """Most queries and keys of one block of scores."""
 MAX_GATHERED = 1 << 22
 """Most elements of the keys that are gathered at once."""
-MAX_NATIVE_HALF = 8192
-"""Most elements of a bfloat16 query, in all its heads, for the kernels in C, whose products are those of float32. With
-more, torch's products of bfloat16 values are faster on processors that have them."""
 _GPU_FACTOR = 16
 """Blocks on a GPU have this many times the elements, because small operations cost more there."""
 _TINY = torch.finfo(torch.float32).tiny
@@ -178,7 +175,7 @@ def index_scores(
 def choose_keys(vectors: IndexVectors, visible: VisibleKeys, top_k: int) -> Int32[Tensor, "queries chosen"]:
     """The best keys among those that each query sees, by index; NOT_A_KEY comes first."""
     count = min(top_k, visible.max_count)
-    if (kernels := find_chosen_kernels(*vectors, widths=(vectors.keys.shape[-1],))) is not None:
+    if (kernels := _index_kernels(vectors)) is not None:
         return kernels.choose(*vectors, visible.spans, count)
     queries, weights, keys = (part.float() for part in vectors)
     chosen = torch.full((len(queries), count), NOT_A_KEY, dtype=torch.int32, device=keys.device)
@@ -240,69 +237,71 @@ def attend_chosen(
     k, value_dim = k.squeeze(1), v.shape[-1]
     has_loss = choice.loss_scale is not None and choice.vectors is not None and torch.is_grad_enabled()
     if (kernels := _attention_kernels(q, k, value_dim)) is not None:
-        out, weights = _NativeAttention.apply(q, k, chosen, counts, value_dim, choice.scale, has_loss, kernels)
+        out, weights = kernels.attend(q, k, chosen, counts, value_dim, choice.scale, has_means=has_loss)
     else:
         out = _ChosenAttention.apply(q, k, chosen, counts, value_dim, choice.scale)
     if not has_loss:
         return out
-    assert choice.vectors is not None
-    if kernels is not None and find_chosen_kernels(*choice.vectors, widths=(choice.vectors.keys.shape[-1],)) is kernels:
-        out, loss = _NativeIndexLoss.apply(out, *choice.vectors, weights, chosen, counts, choice.loss_scale, kernels)
+    assert choice.vectors is not None and choice.loss_scale is not None
+    if kernels is not None and weights is not None and _index_kernels(choice.vectors) is not None:
+        out, loss = kernels.add_index_loss(out, *choice.vectors, weights, chosen, counts, choice.loss_scale)
     else:
         out, loss = _IndexLoss.apply(out, *choice.vectors, q.detach(), k.detach(), chosen, counts, choice)
     choice.losses[choice.source] = loss.detach()
     return out
 
 
+def _index_kernels(vectors: IndexVectors) -> ChosenKernels | None:
+    found = find_kernels("cpu.chosen")
+    return None if found is None else found.find_index_kernels(*vectors)
+
+
 def _attention_kernels(q: Tensor, k: Tensor, value_dim: int) -> ChosenKernels | None:
-    if q.dtype is torch.bfloat16 and q.shape[1] * q.shape[2] > MAX_NATIVE_HALF:
-        return None
-    return find_chosen_kernels(q, k, widths=(q.shape[-1], value_dim))
+    found = find_kernels("cpu.chosen")
+    return None if found is None else found.find_attention_kernels(q, k, value_dim)
 
 
-class _NativeAttention(torch.autograd.Function):
-    """`_ChosenAttention` as one call (native/chosen.py); also the weights averaged over heads, if asked for."""
+class ChosenKernels(Protocol):
+    """Kernels for the choice, the attention and the index's loss, each a call per pass, with gradients.
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, chosen: Tensor, counts: np.ndarray, value_dim: int, scale: float,
-        has_means: bool, kernels: ChosenKernels,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        out, means = kernels.attend(q, k, chosen, counts, value_dim, scale, has_means=has_means)
-        ctx.save_for_backward(q, k, chosen)
-        ctx.counts, ctx.scale, ctx.kernels = counts, scale, kernels
-        if means is not None:
-            ctx.mark_non_differentiable(means)
-        return out, means
+    chosen: the numbers of each query's keys in their order; the last counts[query] of a row are keys.
+    """
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, chosen = ctx.saved_tensors
-        grads = ctx.kernels.attend_backward(q, k, chosen, ctx.counts, grad, ctx.scale)
-        return *grads, None, None, None, None, None, None
+    def choose(
+        self,
+        queries: Float[Tensor, "queries heads dim"],
+        weights: Float[Tensor, "queries heads"],
+        keys: Float[Tensor, "keys dim"],
+        spans: Int64[np.ndarray, "queries ranges two"],
+        count: int,
+    ) -> Int32[Tensor, "queries chosen"]:
+        """The `count` best keys in these ranges; NOT_A_KEY before them where a query sees fewer."""
 
+    def attend(
+        self,
+        q: Float[Tensor, "queries heads dim"],
+        k: Float[Tensor, "keys dim"],
+        chosen: Int32[Tensor, "queries chosen"],
+        counts: Int[np.ndarray, " queries"],
+        value_dim: int,
+        scale: float,
+        *,
+        has_means: bool,
+    ) -> tuple[Float[Tensor, "queries heads value_dim"], Float[Tensor, "queries chosen"] | None]:
+        """The result of the attention, and its weights averaged over heads, if asked for."""
 
-class _NativeIndexLoss(torch.autograd.Function):
-    """`_IndexLoss` as one call (native/chosen.py), of the weights that the attention had."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, out: Tensor, queries: Tensor, weights: Tensor, keys: Tensor, attention: Tensor, chosen: Tensor,
-        counts: np.ndarray, scale: float, kernels: ChosenKernels,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.save_for_backward(queries, weights, keys, attention, chosen)
-        ctx.counts, ctx.scale, ctx.kernels = counts, scale, kernels
-        loss = kernels.index_loss(queries, weights, keys, chosen, counts, attention)
-        ctx.mark_non_differentiable(loss)
-        return out.view_as(out), loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        queries, weights, keys, attention, chosen = ctx.saved_tensors
-        grads = ctx.kernels.index_loss_backward(queries, weights, keys, chosen, ctx.counts, attention, ctx.scale)
-        return grad, *grads, None, None, None, None, None
+    def add_index_loss(
+        self,
+        out: Float[Tensor, "queries heads value_dim"],
+        queries: Float[Tensor, "queries index_heads dim"],
+        weights: Float[Tensor, "queries index_heads"],
+        keys: Float[Tensor, "keys dim"],
+        attention: Float[Tensor, "queries chosen"],
+        chosen: Int32[Tensor, "queries chosen"],
+        counts: Int[np.ndarray, " queries"],
+        scale: float,
+    ) -> tuple[Float[Tensor, "queries heads value_dim"], Float[Tensor, ""]]:
+        """`_IndexLoss` of the weights that `attend` has returned."""
 
 
 class _ChosenAttention(torch.autograd.Function):

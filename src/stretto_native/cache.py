@@ -1,4 +1,4 @@
-"""The cache as the compiled kernels read it: attention in place over blocks, without gathers and slabs.
+"""An engine's cache as the compiled kernels read it: attention in place over blocks, without gathers and slabs.
 
 A row reads exactly the keys up to its position, block by block, so its bits do not depend on the rest of the batch.
 """
@@ -13,16 +13,29 @@ from torch import Tensor
 
 from stretto.families.shape import ModelConfig
 from stretto.inference.embedded.caches.kv_cache import KVCache, PassLayout, PassRows
-from stretto.models.fused import NativeAttend
-from stretto.models.native.kernels import AttentionPass, Kernels
+from stretto.models.fused import InPlaceAttend
 from stretto.models.parts.rope import angle_table
+from stretto_native.kernels import AttentionPass, Kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+def build_cache(
+    config: ModelConfig, weight: Float[Tensor, "vocab dim"], num_blocks: int, block_size: int, max_len: int
+) -> NativeCache | None:
+    """A cache that kernels read; None if they do not support this model or cannot be compiled here.
+
+    weight: of the head, whose dtype and device are those of the model.
+    """
+    kernels = Kernels.find(config, weight)
+    return None if kernels is None else NativeCache(config, num_blocks, block_size, max_len, kernels, weight.dtype)
+
+
 class NativeCache(KVCache):
     """Blocks of keys are [head_dim, block_size] here; only kernels read them."""
+
+    kernels: Kernels
 
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, max_len: int, kernels: Kernels,
@@ -53,7 +66,7 @@ class NativeCache(KVCache):
     def advance(self, layout: PassLayout) -> None:
         """Nothing to prepare: `attend` reads the rows."""
 
-    def attend(self, layout: PassLayout) -> NativeAttend:
+    def attend(self, layout: PassLayout) -> InPlaceAttend:
         rows, sizes, turns = layout.rows, self._sizes, layout.rows.rotations
         tables: tuple[Tensor, ...] = ()
         if turns is not None and turns.ndim == 2:  # tables of these rows, instead of the tables by position

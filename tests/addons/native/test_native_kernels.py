@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.models.native import library
-from stretto.models.native.kernels import AttentionPass, Kernels
+from stretto_native import library
+from stretto_native.kernels import AttentionPass, Kernels
 
 TOKENS = 77
 HEADS = {(4, 2, 16), (6, 2, 64), (4, 1, 128), (4, 4, 32), (3, 1, 48)}

@@ -8,22 +8,20 @@ every batch. products.py has the matrix products.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.families.shape import ModelConfig
-from stretto.models.native.library import find_library
+from stretto_native.library import DTYPES, LANES, declare, find_library
+from stretto_native.products import Products
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
-
-LANES = 16
-"""The kernels support widths that are multiples of this."""
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 class AttentionPass(Structure):
@@ -45,7 +43,7 @@ class AttentionPass(Structure):
 
 
 class Kernels:
-    """The functions of kernels.c over contiguous tensors of a CPU, in float32 or bfloat16."""
+    """The functions of kernels.c over contiguous tensors in float32 or bfloat16: `PassKernels`, and attention."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._rms_norm = declare(library.rms_norm, "pppllfii")
@@ -66,6 +64,10 @@ class Kernels:
             return None
         library = find_library()
         return None if library is None else Kernels(library)
+
+    def find_products(self, weights: Iterable[Float[Tensor, "out in"]]) -> Products | None:
+        """Products with these weights; None if one of them is not supported, or this machine has none."""
+        return Products.find(weights)
 
     def rms_norm(
         self, x: Float[Tensor, "rows dim"], weight: Float[Tensor, " dim"], eps: float
@@ -124,9 +126,3 @@ class Kernels:
             torch.get_num_threads(),
         )  # fmt: skip
         return tokens, logprobs
-
-
-def declare(function: ctypes._NamedFuncPointer, arguments: str) -> ctypes._NamedFuncPointer:
-    types: dict[str, type[ctypes._SimpleCData[Any]]] = {"p": c_void_p, "l": c_int64, "f": c_float, "i": c_int}
-    function.argtypes, function.restype = [types[a] for a in arguments], None
-    return function

@@ -2,7 +2,7 @@
 
 torch's products copy or convert weights when there are few rows, and the bits of a row depend on how many there are.
 These read each weight once and sum in one order for any number of rows, so that an engine need not add rows for equal
-bits. They need AVX-512 and the compiled library (library.py); without either, callers use torch's products.
+bits. They need AVX-512 and the compiled library; without either, callers use torch's products.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stretto.models.native.kernels import DTYPES, LANES
-from stretto.models.native.library import find_library
+from stretto_native.library import DTYPES, LANES, find_library
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -1,9 +1,6 @@
 """Whether and how far to draft: only while it makes sampling faster, as measured.
 
-A pass of the model computes, behind the last token of a sequence, the tokens that drafts.py guesses, and a token is
-sampled for each of these positions with the random number of its position. Those up to and with the first that
-differs from its guess are what plain decoding samples; the others are dropped (core.py). So drafts change nothing but
-time, and time decides about them:
+Drafts change nothing but time (inference/embedded/drafts.py), and time decides about them:
 
     RESTING -> TIMING -> TRYING -> ON <-> COMPARING
        ^                   |                  |
@@ -19,20 +16,21 @@ time of one more row is worth in tokens; how likely is counted by how many token
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stretto.inference.embedded.drafts import NUM_CLASSES, DraftIndex, Method
+from stretto.config.sections.inference import SpeculationSection
+from stretto.inference.embedded.drafts import BuildDrafter, DraftCounts
 from stretto.inference.embedded.slots import SequenceSlots
+from stretto_speculation.copies import NUM_CLASSES, DraftIndex, Method
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Int
 
-    from stretto.inference.embedded.scheduler import EngineRequest, StepPlan
+    from stretto.inference.embedded.scheduler import StepPlan
 
 MIN_GAIN = 1.06
 """Drafts must be so many times as fast as plain passes."""
@@ -61,6 +59,19 @@ class SpeculationSettings:
     prompt_lookup_min: int = 3
     prompt_lookup_max: int = 8
     is_always_on: bool = False  # for tests: drafts whether or not they are faster
+
+    def build(self, slots: SequenceSlots, vocab_size: int) -> Speculator:
+        return Speculator(slots, self, vocab_size)
+
+
+def drafter_of(section: SpeculationSection) -> BuildDrafter:
+    """What builds the drafter of an engine with this section."""
+    names = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+    given = {name: value for name, value in section.given.items() if name in names}
+    if "prompt_lookup_max" in given and "prompt_lookup_min" not in given:
+        given["prompt_lookup_min"] = min(given["prompt_lookup_max"], SpeculationSettings.prompt_lookup_min)
+    assert section.method in ("suffix", "ngram"), "the rules refuse other methods"
+    return SpeculationSettings(method=section.method, **given).build
 
 
 class PaceState(StrEnum):
@@ -179,28 +190,15 @@ class Pace:
         self.state, self.left = state, passes
 
 
-@dataclass(slots=True)
-class SpeculationCounts:
-    """Totals since the engine began; arrays have an entry per position in a draft."""
-
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    drafted_at: Int[np.ndarray, " positions"]
-    accepted_at: Int[np.ndarray, " positions"]
-    num_passes_on: int = 0  # with drafts, or a search for them
-    num_passes: int = 0  # all
-
-
 class Speculator:
-    """Writes drafts behind the tokens of running sequences, and counts what became of them."""
+    """A `Drafter` that copies what sequences already have, and counts what became of its drafts."""
 
     def __init__(self, slots: SequenceSlots, settings: SpeculationSettings, vocab_size: int) -> None:
         self.slots, self.settings = slots, settings
         least = settings.prompt_lookup_min
         self.index = DraftIndex(slots, settings.method, least=least, most=max(settings.prompt_lookup_max, least))
         most = settings.num_speculative_tokens
-        self.counts = SpeculationCounts(0, 0, 0, np.zeros(most, np.int64), np.zeros(most, np.int64))
+        self.counts = DraftCounts(0, 0, 0, np.zeros(most, np.int64), np.zeros(most, np.int64))
         self.paces: dict[int, Pace] = {}  # by the binary length of the number of sequences
         self._pace = Pace()
         self._max_rows = max(_MAX_LOGIT_BYTES // (4 * vocab_size), 1)
@@ -304,51 +302,3 @@ class Speculator:
             return 0.3
         rate = max(plain.per_s, drafted.per_s)
         return min(max(more_s / more_rows * rate, 0.05), 0.95)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRows:
-    """The rows of logits of sequences with drafts: one for each token of a draft, and one more."""
-
-    owner: Int[np.ndarray, " rows"]  # the sequence of each row
-    nth: Int[np.ndarray, " rows"]  # its place behind the sequence's last token
-    starts: Int[np.ndarray, " sequences"]  # the first row of each sequence
-
-    @classmethod
-    def of(cls, num_drafts: Int[np.ndarray, " sequences"]) -> DraftRows:
-        count = num_drafts + 1
-        starts = np.cumsum(count) - count
-        owner = np.repeat(np.arange(len(num_drafts)), count)
-        return cls(owner, np.arange(len(owner)) - starts[owner], starts)
-
-    def first(self, flags: Bool[np.ndarray, " rows"]) -> Int[np.ndarray, " sequences"]:
-        """The place in each sequence of its first row with a flag; a large number without one."""
-        return np.minimum.reduceat(np.where(flags, self.nth, 1 << 40), self.starts)
-
-
-def watch_drafts(
-    slots: SequenceSlots, request_of: Sequence[EngineRequest | None], chosen: Int[np.ndarray, " sequences"],
-    starts: Int[np.ndarray, " sequences"], count: Int[np.ndarray, " sequences"],
-    sampled: tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]],
-) -> dict[int, str | None]:  # fmt: skip
-    """Show watchers the tokens that are kept, and lower `count` where a stop text ends before.
-
-    sampled: tokens and logprobs. Returns the stop text by place in `chosen`; None for a request whose watcher raised.
-    """
-    found: dict[int, str | None] = {}
-    for i in np.flatnonzero(slots.is_watched[chosen]).tolist():
-        slot = int(chosen[i])
-        request = request_of[slot]
-        assert request is not None and request.watcher is not None, f"slot {slot} is watched"
-        if request.failure is not None:
-            continue
-        for nth, row in enumerate(range(int(starts[i]), int(starts[i] + count[i]))):
-            try:
-                match = request.watcher.observe(int(slots.member[slot]), int(sampled[0][row]), float(sampled[1][row]))
-            except Exception as error:  # fails this request only: the engine's state is not changed
-                request.failure, found[i] = error, None
-                break
-            if match is not None:
-                found[i], count[i] = match, nth + 1
-                break
-    return found

@@ -1,31 +1,32 @@
 """The operations of a training step between its matrix products, each as one call.
 
-Forward and backward, for float32 on a CPU; gpu.py has them for GPUs. torch computes each of them in several operations,
-each of which reads and writes memory again. A pass with gradients calls the same functions as one without, so their
-results have equal bits.
+Forward and backward, for float32 on a CPU. torch computes each of them in several operations, each of which reads and
+writes memory again.
 """
 
 from __future__ import annotations
 
 import functools
 from ctypes import Structure, byref, c_float, c_int64, c_void_p
-from importlib.util import find_spec
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto import addons
-from stretto.models.native.kernels import LANES, declare
-from stretto.models.native.library import find_library
+from stretto.models.device.kernels import PLAIN
 from stretto.models.segments import SegmentTree
+from stretto_native.library import LANES, declare, find_library
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped
+
+
+MAX_KEYS = 512
+"""Rows with longer segments are left to torch, unless it would copy their keys many times: these kernels pad nothing,
+and skip the half that causality hides."""
 
 
 class Segments(Structure):
@@ -39,7 +40,7 @@ class Segments(Structure):
 
 
 class TrainingKernels:
-    """The functions of training.c."""
+    """The functions of training.c: `RowKernels`, and attention."""
 
     def __init__(self) -> None:
         library = find_library()
@@ -116,9 +117,10 @@ class TrainingKernels:
 
 
 class NativeAttention:
-    """Causal attention within segments, each of which may continue others."""
+    """Causal attention within segments, each of which may continue others; it reads keys where they are."""
 
-    def __init__(self, tree: SegmentTree) -> None:
+    def __init__(self, tree: SegmentTree, *, is_any_length: bool = True) -> None:
+        """is_any_length: also of segments in which a token sees more than MAX_KEYS keys."""
         chosen = np.flatnonzero(tree.lengths)
         self.starts, self.ends = tree.bounds[:-1][chosen], tree.bounds[1:][chosen]
         self.prefixes = tree.prefixes[chosen]
@@ -127,21 +129,21 @@ class NativeAttention:
         runs = np.fromiter(chain.from_iterable(seen), np.int64, count=self.runs[-1])
         self.run_starts, self.run_ends = tree.bounds[:-1][runs], tree.bounds[1:][runs]
         self.longest = tree.longest
+        self.is_meant = is_any_length or 0 < tree.longest <= MAX_KEYS
         self.num_rows = int(tree.bounds[-1])
 
     def fits(self, q: Float[Tensor, "*_"], k: Float[Tensor, "*_"], v: Float[Tensor, "*_"]) -> bool:
-        """True if these have the shapes of `__call__`, which the kernels do not check."""
+        """True if shapes are as the kernels need them, which do not check that: q as k and v, but for more heads."""
         (rows, heads, dim), kv_heads = q.shape, k.shape[1]
         is_same = k.shape == v.shape == (rows, kv_heads, dim)
         return is_same and rows == self.num_rows and heads % kv_heads == 0
 
     def __call__(
-        self,
-        q: Float[Tensor, "rows heads dim"],
-        k: Float[Tensor, "rows kv_heads dim"],
-        v: Float[Tensor, "rows kv_heads dim"],
-        kernels: TrainingKernels,
-    ) -> Float[Tensor, "rows heads dim"]:
+        self, q: Float[Tensor, "rows heads dim"], k: Float[Tensor, "rows _ _"], v: Float[Tensor, "rows _ _"]
+    ) -> Float[Tensor, "rows heads dim"] | None:
+        """None for what is left to torch, which also says if heads do not fit together."""
+        if not self.is_meant or not self.fits(q, k, v) or (kernels := find_row_kernels(q, k, v)) is None:
+            return None
         return _Attention.apply(q.contiguous(), k.contiguous(), v.contiguous(), self, kernels)
 
     def segments(self, q: Float[Tensor, "rows heads dim"], k: Float[Tensor, "rows kv_heads dim"]) -> Segments:
@@ -178,30 +180,7 @@ class _Attention(torch.autograd.Function):
         return *grads, None, None
 
 
-def gate_product(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
-    """silu(gate) * up."""
-    kernels = find_row_kernels(gate, up)
-    if kernels is None or gate.shape != up.shape:
-        return F.silu(gate) * up
-    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return _GateProduct.apply(gate, up, kernels)
-    return kernels.gate_product(gate, up)
-
-
-class _GateProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: TrainingKernels) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.kernels = kernels
-        return kernels.gate_product(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *ctx.kernels.gate_product_backward(*ctx.saved_tensors, grad), None
-
-
-def find_training_kernels(x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"] | None) -> TrainingKernels | None:
+def find_row_kernels(x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"] | None) -> TrainingKernels | None:
     """The kernels, if they support these tensors and this machine can compile them; else None.
 
     The caller checks that the shapes fit together.
@@ -213,31 +192,8 @@ def find_training_kernels(x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"]
     return None
 
 
-def find_row_kernels(x: Shaped[Tensor, "*_"], *others: Shaped[Tensor, "*_"] | None) -> TrainingKernels | None:
-    """The kernels for what is computed row by row, of a CPU or a GPU; None if there are none for these tensors.
-
-    On a GPU all must have one dtype. The caller checks that the shapes fit together.
-    """
-    if not x.is_cuda:
-        return find_training_kernels(x, *others)
-    is_alike = all(t is None or (t.dtype is x.dtype and t.is_cuda and type(t) in _PLAIN) for t in (x, *others))
-    return find_gpu_kernels() if is_alike and x.dtype in _GPU_DTYPES and not torch.compiler.is_compiling() else None
-
-
-@functools.cache
-def find_gpu_kernels() -> Any:
-    """The kernels of an add-on for GPUs, None without triton: the methods of TrainingKernels, and two for the head."""
-    if find_spec("triton") is None or "rows" not in addons.offers("stretto.kernels"):
-        return None
-    return addons.load("stretto.kernels", "rows", "a GPU")()
-
-
-_PLAIN = (Tensor, nn.Parameter)
-_GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 def _is_plain(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in _PLAIN
+    return x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in PLAIN
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Compiles the C files of this folder for this machine, once, and loads them.
+"""Compiles the C files of this folder for this machine, once, loads them, and declares their functions.
 
 The library is kept in $XDG_CACHE_HOME/stretto (or ~/.cache/stretto); its name is a hash of the source, the compiler and
 the processor. Without a C compiler there are no kernels, and their callers use torch's operations.
@@ -16,11 +16,19 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from stretto.base.files import cache_dir
 
 logger = logging.getLogger(__name__)
+
+LANES = 16
+"""The kernels support widths that are multiples of this."""
+DTYPES = (torch.float32, torch.bfloat16)
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("chosen.c", "kernels.c", "products.c", "training.c"))
 _HEADER = Path(__file__).with_name("lanes.h")
@@ -73,3 +81,10 @@ def _compile(compiler: list[str], path: Path) -> None:
         except subprocess.CalledProcessError:
             run()
         unfinished.replace(path)
+
+
+def declare(function: ctypes._NamedFuncPointer, arguments: str) -> ctypes._NamedFuncPointer:
+    """arguments: a letter for each, of pointers, int64, floats and ints; functions return nothing."""
+    types: dict[str, type[ctypes._SimpleCData[Any]]] = {"p": c_void_p, "l": c_int64, "f": c_float, "i": c_int}
+    function.argtypes, function.restype = [types[a] for a in arguments], None
+    return function

@@ -11,12 +11,12 @@ from engine_runs import ask, audit, bits, build_core, build_model, prompt, run, 
 from stretto.config.sections.model import ScratchSection
 from stretto.families.table import VISION_FAMILIES
 from stretto.inference.embedded.core import EngineCore
-from stretto.inference.embedded.drafts import DraftIndex
 from stretto.inference.embedded.slots import SequenceSlots
-from stretto.inference.embedded.speculation import Pace, PaceState, SpeculationSettings
 from stretto.inference.text import TokenWatcher
 from stretto.models.hub import export_tensors
 from stretto.records.generate import GenerateRequest
+from stretto_speculation.copies import DraftIndex
+from stretto_speculation.speculator import Pace, PaceState, SpeculationSettings
 
 RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h")
 FAMILIES = sorted(set(get_args(ScratchSection.model_fields["family"].annotation)) - set(VISION_FAMILIES))
@@ -28,7 +28,7 @@ def speculation(**settings) -> SpeculationSettings:
 
 def both(**settings) -> tuple[EngineCore, EngineCore]:
     """An engine that drafts in every step, and one that does not."""
-    return build_core(speculation=speculation(), **settings), build_core(**settings)
+    return build_core(build_drafter=speculation().build, **settings), build_core(**settings)
 
 
 def mixture(count: int, seed: int) -> list[GenerateRequest]:
@@ -74,7 +74,7 @@ def same_as_plain(drafting: EngineCore, plain: EngineCore, specs: list[GenerateR
                     )
                 if b.routed_experts is not None:
                     assert np.array_equal(a.routed_experts, b.routed_experts)
-    counts = drafting.speculator.counts
+    counts = drafting.drafter.counts
     assert counts.num_accepted_tokens > len(specs) and counts.num_accepted_tokens < counts.num_draft_tokens
 
 
@@ -89,11 +89,11 @@ def test_drafts_give_the_bits_of_plain_decoding():
 def test_drafts_are_cut_to_the_memory_for_logits(monkeypatch):
     """Where not all drafts have room, the first ones are written, and tokens stay those of plain decoding."""
     vocab = build_core().model.config.vocab_size
-    monkeypatch.setattr("stretto.inference.embedded.speculation._MAX_LOGIT_BYTES", 4 * vocab * 40)
+    monkeypatch.setattr("stretto_speculation.speculator._MAX_LOGIT_BYTES", 4 * vocab * 40)
     drafting, plain = both()
-    seen, propose = list[int](), drafting.speculator.propose
+    seen, propose = list[int](), drafting.drafter.propose
     monkeypatch.setattr(
-        drafting.speculator,
+        drafting.drafter,
         "propose",
         lambda running: seen.append(0 if (n := propose(running)) is None else int(n.sum()) + len(running)) or n,
     )
@@ -109,9 +109,9 @@ def test_drafts_in_every_family(family):
         family=family, num_layers=4, num_experts_per_tok=2, moe_intermediate_size=32, sliding_window=20, index_topk=12
     )
     settings = {"enable_return_routed_experts": model.config.moe is not None}
-    drafting, plain = (build_core(model, speculation=s, **settings) for s in (speculation(), None))
+    drafting, plain = (build_core(model, build_drafter=s, **settings) for s in (speculation().build, None))
     if family in RECURRENT:
-        assert drafting.speculator is None
+        assert drafting.drafter is None
         return
     same_as_plain(drafting, plain, mixture(16, 2), at_once=16)
 
@@ -129,7 +129,7 @@ def test_drafts_with_little_cache_and_small_steps():
 def test_new_weights_in_the_middle():
     """A token has the version that sampled it, drafted or not, and is what that version samples."""
     old, new = build_model(0), build_model(1)
-    core = build_core(build_model(0), speculation=speculation())
+    core = build_core(build_model(0), build_drafter=speculation().build)
     spec = ask("a", np.tile([5, 6, 7], 8), max_tokens=120, temperature=0.0)
     [request] = submit(core, spec)
     for _ in range(14):
@@ -200,8 +200,8 @@ def test_a_stall_of_the_machine_does_not_decide():
     assert rate > plain
 
 
-def test_an_engine_without_speculation_has_no_speculator():
-    assert build_core().speculator is None
+def test_an_engine_without_speculation_has_no_drafter():
+    assert build_core().drafter is None
 
 
 @pytest.mark.heavy

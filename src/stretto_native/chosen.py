@@ -1,27 +1,33 @@
 """Attention to keys that an index chooses, the choice, and the index's loss, each as one call per pass.
 
-For float32 and bfloat16 on a CPU; key_choice.py (parts/mixers) explains them, and has the same in torch's operations,
-which are many and small: they score, gather and multiply a few queries at a time. Here each query reads its keys where
-they are. In bfloat16 values are rounded where torch's operations round them, so that a trainer stays at its engine's
-logprobs. Results do not depend on the number of threads, nor those of a query on the rest of the row.
+For float32 and bfloat16 on a CPU; models/parts/mixers/key_choice.py explains them, and has the same in torch's
+operations, which are many and small: they score, gather and multiply a few queries at a time. Here each query reads its
+keys where they are. In bfloat16 values are rounded where torch's operations round them, so that a trainer stays at its
+engine's logprobs. Results do not depend on the number of threads, nor those of a query on the rest of the row.
 """
 
 from __future__ import annotations
 
 import functools
 from ctypes import Structure, byref, c_float, c_int64, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from stretto.models.native.kernels import DTYPES, LANES, declare
-from stretto.models.native.library import find_library
+from stretto.models.device.kernels import PLAIN
+from stretto_native.library import DTYPES, LANES, declare, find_library
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int, Int32, Int64, Shaped
+    from jaxtyping import Float, Int, Int32, Int64
+
+
+MAX_HALF = 8192
+"""Most elements of a bfloat16 query, in all its heads: products here are those of float32. With more, torch's products
+of bfloat16 values are faster on processors that have them."""
 
 
 class _Choice(Structure):
@@ -84,7 +90,7 @@ class ChosenKernels:
         self._choose(byref(choice), *(x.data_ptr() for x in (queries, weights, tiles, chosen)))
         return chosen
 
-    def attend(
+    def attend_forward(
         self,
         q: Float[Tensor, "queries heads dim"],
         k: Float[Tensor, "keys dim"],
@@ -103,6 +109,20 @@ class ChosenKernels:
         self._forward(byref(job), *(x if x is None else x.data_ptr() for x in (q, keys, out, means)))
         return out, means
 
+    def attend(
+        self,
+        q: Float[Tensor, "queries heads dim"],
+        k: Float[Tensor, "keys dim"],
+        chosen: Int32[Tensor, "queries chosen"],
+        counts: Int[np.ndarray, " queries"],
+        value_dim: int,
+        scale: float,
+        *,
+        has_means: bool,
+    ) -> tuple[Float[Tensor, "queries heads value_dim"], Float[Tensor, "queries chosen"] | None]:
+        """As `attend_forward`, with gradients."""
+        return _Attention.apply(q, k, chosen, counts, value_dim, scale, has_means, self)
+
     def attend_backward(
         self,
         q: Float[Tensor, "queries heads dim"],
@@ -119,7 +139,7 @@ class ChosenKernels:
         self._backward(byref(job), *(x.data_ptr() for x in (q, keys, grad, grad_q, grad_k)))
         return grad_q, grad_k.to(k.dtype)
 
-    def index_loss(
+    def index_loss_forward(
         self,
         queries: Float[Tensor, "queries heads dim"],
         weights: Float[Tensor, "queries heads"],
@@ -134,6 +154,20 @@ class ChosenKernels:
         job = _job(queries, keys, chosen, counts, 0, 1.0)
         self._loss(byref(job), *(x.data_ptr() for x in (queries, weights, keys, attention, losses)))
         return losses.sum()
+
+    def add_index_loss(
+        self,
+        out: Float[Tensor, "queries heads value_dim"],
+        queries: Float[Tensor, "queries index_heads dim"],
+        weights: Float[Tensor, "queries index_heads"],
+        keys: Float[Tensor, "keys dim"],
+        attention: Float[Tensor, "queries chosen"],
+        chosen: Int32[Tensor, "queries chosen"],
+        counts: Int[np.ndarray, " queries"],
+        scale: float,
+    ) -> tuple[Float[Tensor, "queries heads value_dim"], Float[Tensor, ""]]:
+        """`out` with the gradients of scale * index_loss_forward behind it, and that loss."""
+        return _IndexLoss.apply(out, queries, weights, keys, attention, chosen, counts, scale, self)
 
     def index_loss_backward(
         self,
@@ -155,14 +189,74 @@ class ChosenKernels:
         return of_queries, of_weights, of_keys
 
 
-def find_chosen_kernels(*tensors: Shaped[Tensor, "*_"], widths: tuple[int, ...]) -> ChosenKernels | None:
-    """The kernels, if they support these tensors and widths and this machine can compile them; else None.
+class _Attention(torch.autograd.Function):
+    """The attention, with the weights averaged over heads, if asked for."""
 
-    widths: those that are read by vectors. The caller checks that shapes fit together.
-    """
-    if torch.compiler.is_compiling() or any(width % LANES for width in widths):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, chosen: Tensor, counts: np.ndarray, value_dim: int, scale: float,
+        has_means: bool, kernels: ChosenKernels,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        out, means = kernels.attend_forward(q, k, chosen, counts, value_dim, scale, has_means=has_means)
+        ctx.save_for_backward(q, k, chosen)
+        ctx.counts, ctx.scale, ctx.kernels = counts, scale, kernels
+        if means is not None:
+            ctx.mark_non_differentiable(means)
+        return out, means
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, chosen = ctx.saved_tensors
+        grads = ctx.kernels.attend_backward(q, k, chosen, ctx.counts, grad, ctx.scale)
+        return *grads, None, None, None, None, None, None
+
+
+class _IndexLoss(torch.autograd.Function):
+    """Adds the gradient of the index's loss to the index only; `out` is returned unchanged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, queries: Tensor, weights: Tensor, keys: Tensor, attention: Tensor, chosen: Tensor,
+        counts: np.ndarray, scale: float, kernels: ChosenKernels,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(queries, weights, keys, attention, chosen)
+        ctx.counts, ctx.scale, ctx.kernels = counts, scale, kernels
+        loss = kernels.index_loss_forward(queries, weights, keys, chosen, counts, attention)
+        ctx.mark_non_differentiable(loss)
+        return out.view_as(out), loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        queries, weights, keys, attention, chosen = ctx.saved_tensors
+        grads = ctx.kernels.index_loss_backward(queries, weights, keys, chosen, ctx.counts, attention, ctx.scale)
+        return grad, *grads, None, None, None, None, None
+
+
+def find_index_kernels(
+    queries: Float[Tensor, "queries heads dim"],
+    weights: Float[Tensor, "queries heads"],
+    keys: Float[Tensor, "keys dim"],
+) -> ChosenKernels | None:
+    """The kernels, if they support these vectors of an index and this machine can compile them; else None."""
+    return _find(queries, weights, keys, widths=(keys.shape[-1],))
+
+
+def find_attention_kernels(
+    q: Float[Tensor, "queries heads dim"], k: Float[Tensor, "keys dim"], value_dim: int
+) -> ChosenKernels | None:
+    """The kernels for an attention whose values are the first dims of k; None if it is left to torch."""
+    if q.dtype is torch.bfloat16 and q.shape[1] * q.shape[2] > MAX_HALF:
         return None
-    is_plain = all(t.dtype in DTYPES and t.device.type == "cpu" and type(t) in (Tensor, nn.Parameter) for t in tensors)
+    return _find(q, k, widths=(q.shape[-1], value_dim))
+
+
+def _find(*tensors: Tensor, widths: tuple[int, ...]) -> ChosenKernels | None:
+    """widths: those that are read by vectors. The caller checks that shapes fit together."""
+    if any(width % LANES for width in widths):
+        return None
+    is_plain = all(t.dtype in DTYPES and t.device.type == "cpu" and type(t) in PLAIN for t in tensors)
     return _kernels() if is_plain else None
 
 

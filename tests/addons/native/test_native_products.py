@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.models.native import library
-from stretto.models.native.products import Products
+from stretto_native import library
+from stretto_native.products import Products
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((8, 16), (43, 64), (960, 576), (100, 784), (64, 1600))

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from stretto.models.attention import packed_attention
-from stretto.models.native import library, training
-from stretto.models.native.training import NativeAttention, TrainingKernels, find_training_kernels, gate_product
+from stretto.models.parts.mlp import gate_product
 from stretto.models.parts.norm import rms_norm
 from stretto.models.parts.rope import Angles, rotate
 from stretto.models.segments import SegmentTree
+from stretto_native import library, training
+from stretto_native.training import NativeAttention, TrainingKernels, find_row_kernels
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_attention(kernels, shape, layout):
     attend = NativeAttention(SegmentTree.of(bounds, parents))
     inputs = [random(bounds[-1], n, dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads))]
     slow = reference(bounds.tolist(), parents, heads)
-    assert_like_float64(lambda q, k, v: attend(q, k, v, kernels), slow, inputs, atol=1e-5)
+    assert_like_float64(attend, slow, inputs, atol=1e-5)
 
 
 def test_large_scores_neither_overflow_nor_lose_the_largest(kernels):
@@ -104,13 +105,13 @@ def test_large_scores_neither_overflow_nor_lose_the_largest(kernels):
     attend = NativeAttention(SegmentTree.of(bounds))
     inputs = [q, k, v.requires_grad_()]
     slow = reference([0, 40], [-1], 2)
-    assert_like_float64(lambda *x: attend(*x, kernels), slow, inputs, atol=5e-3)  # of gradients near 100
+    assert_like_float64(attend, slow, inputs, atol=5e-3)  # of gradients near 100
 
 
 def test_a_number_that_is_none_stays_in_its_document(kernels):
     q, k, v = (random(20, 2, 16, seed=i).detach() for i in range(3))
     k[3] = torch.nan
-    out = NativeAttention(SegmentTree.of([0, 10, 20]))(q, k, v, kernels)
+    out = NativeAttention(SegmentTree.of([0, 10, 20]))(q, k, v)
     assert out[:3].isfinite().all() and out[3:10].isnan().all() and out[10:].isfinite().all()
 
 
@@ -124,7 +125,7 @@ def test_two_threads_give_the_same_bits(kernels, layout):
     results = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        out = attend(*inputs, kernels)
+        out = attend(*inputs)
         results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -143,23 +144,23 @@ def test_the_norm_of_two_threads(kernels):
 
 def test_a_document_has_the_same_bits_alone_packed_and_behind_a_shared_prefix(kernels):
     q, k, v = (random(60, 2, 32, seed=i).detach() for i in range(3))
-    whole = NativeAttention(SegmentTree.of([0, 60]))(q, k, v, kernels)
+    whole = NativeAttention(SegmentTree.of([0, 60]))(q, k, v)
     rows = torch.cat((torch.arange(20), torch.arange(7), torch.arange(20, 60)))
     cut = NativeAttention(SegmentTree.of([0, 20, 27, 40, 67], [-1, -1, 0, 2]))
-    out = cut(q[rows], k[rows], v[rows], kernels)
+    out = cut(q[rows], k[rows], v[rows])
     assert torch.equal(torch.cat((out[:20], out[27:])), whole)
 
 
 def test_what_the_kernels_cannot_take_is_left_to_torch(monkeypatch):
     x = torch.randn(4, 16)
     if library.find_library() is not None:
-        assert find_training_kernels(x, torch.nn.Parameter(x), None) is not None
+        assert find_row_kernels(x, torch.nn.Parameter(x), None) is not None
     for other in (x.double(), x.bfloat16(), x.to("meta"), torch.nn.Buffer(x).as_subclass(Marked)):
-        assert find_training_kernels(x, other) is None
-    assert find_training_kernels(x[:, :9]) is None
+        assert find_row_kernels(x, other) is None
+    assert find_row_kernels(x[:, :9]) is None
     monkeypatch.setattr(training, "find_library", lambda: None)
     training._kernels.cache_clear()
-    assert find_training_kernels(x) is None
+    assert find_row_kernels(x) is None
     training._kernels.cache_clear()
 
 

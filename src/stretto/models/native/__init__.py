@@ -1,1 +1,0 @@
-"""Kernels in C for float32 on a CPU, compiled on the machine that runs them (kernels.py)."""

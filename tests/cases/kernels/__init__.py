@@ -1,0 +1,1 @@
+"""Kernels against their references, and what they choose from."""
