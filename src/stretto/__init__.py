@@ -25,13 +25,11 @@ def __getattr__(name: str) -> Any:
 
         text = f"module 'stretto' has no attribute {name!r}; it has {', '.join(__all__)}"
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
-    from stretto.addons import check, load
-    from stretto.base.errors import ConfigError
+    from stretto.addons import load, offers, package_of, registered
 
-    try:
-        check("stretto.names", name, f"stretto.{name}")
-    except ConfigError as missing:
-        raise AttributeError(str(missing)) from missing
+    if name not in offers("stretto.names"):
+        package = package_of(registered("stretto.names").get(name, "")) or f"that offers `{name}` (stretto.names)"
+        raise AttributeError(f"stretto.{name} needs the add-on {package}, which is not installed; pip install stretto")
     return load("stretto.names", name, f"stretto.{name}")
 
 
