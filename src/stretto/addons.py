@@ -25,6 +25,8 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.families      family of models -> a `families.family.Family`, also of a package of yours
     stretto.networks      trainer.backend -> a `trainer.network.NetworkBuilder` that also gets its section; with
                           ".check" after it, function that refuses what it does not compute
+    stretto.optimizers    type of [optim] -> function of named parameters, the section and the `TrainedWeights` that
+                          the parameters are of, which builds it
     stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device
     stretto.routers       type of [inference.router], and "registrar" -> the module that is run as a process; "list" ->
                           a `transports.engine.routed.RouterList` of a router's address and the engines' key

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -325,8 +326,10 @@ QUICK = frozenset(
     """.split()  # noqa: SIM905
 )
 """The cases of `make test`: every axis, every pair of axes and every kind; `make test-all` has all products."""
-CASES = _cases()
-assert {str(case) for case in CASES} >= QUICK
+OF_ADD_ONS = {"muon": "stretto_optimizers"}
+"""Kinds, and the add-on that they need."""
+CASES = [case for case in _cases() if find_spec(OF_ADD_ONS.get(case.kind.split("_")[0], "stretto"))]
+assert {str(case) for case in _cases()} >= QUICK
 
 
 def batches(kind: str) -> list[list]:

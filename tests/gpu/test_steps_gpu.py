@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_runs import ask, build_core, build_model, packed_logprobs, prompt, run
+from processes.add_ons import needs
 from tiny import build_policy, documents, pack
 
 from stretto.base.paths import RunDir
@@ -91,6 +92,7 @@ def test_experts_in_float32_are_those_of_a_cpu(record_property):
     assert off < 2e-3
 
 
+@needs("optimizers")
 def test_muon_moves_weights_as_on_a_cpu(record_property):
     """On a GPU it iterates in bfloat16."""
     plain, found = (train(build(device, optim=MuonOptim(lr=1e-2)), 1) for device in ("cpu", "cuda"))

@@ -54,7 +54,7 @@ def strings_of(package: str) -> str:
 
 @pytest.mark.heavy
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 24
+    assert len(ADD_ONS) == 25
     assert not NAME.findall(strings_of("stretto"))
 
 
@@ -73,7 +73,7 @@ def test_what_goes_with_an_add_on_is_there() -> None:
 
 def test_entry_points_lead_to_what_the_core_can_load() -> None:
     groups = {group: values for group, values in PROJECT["entry-points"].items() if group.startswith(addons.PREFIX)}
-    assert len(groups) == 21
+    assert len(groups) == 22
     for group, values in groups.items():
         assert addons.registered(group) == addons.offers(group) == values and f"    {group} " in (addons.__doc__ or "")
         assert set(addons.load_all(group)) == set(values)
@@ -145,6 +145,7 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
     [
         ("clusters", ["--slurm.partition", "p"], "[slurm] needs the add-on stretto_clusters"),
         ("clusters", ["--ray.address", "auto"], "[ray] needs the add-on stretto_clusters"),
+        ("optimizers", ["--trainer.optim.type", "muon"], 'trainer.optim.type = "muon" needs the add-on stretto_optim'),
         ("routers", ["--inference.deployment.num-replicas", "2", "--dry-run"], "needs the add-on stretto_routers"),
         ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),

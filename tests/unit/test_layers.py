@@ -94,6 +94,7 @@ BELOW = {
     "stretto_bench": {"base", "config", "data", "envs", "monitors", "records", "transports"},
     "stretto_triton": {"models"},
     "stretto_families": {"base", "families"},
+    "stretto_optimizers": {"config", "models", "trainer"},
     "stretto_preference": {"base", "chat", "config", "data", "models", "records", "trainer"},
     "stretto_routers": {"base", "config"},
     "stretto_megatron": {"base", "config", "families", "models", "records", "trainer"},
@@ -221,6 +222,7 @@ HOMES = {
         "stretto_vllm",
         "stretto_broadcast",
         "stretto_triton",
+        "stretto_optimizers",
         "stretto_preference",
     ),
     # stretto_python: types, and what a model object of the user is

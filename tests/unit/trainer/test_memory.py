@@ -20,7 +20,6 @@ from stretto.models.moe import Routing
 from stretto.models.value_head import with_value_head
 from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
-from stretto.trainer.optim.muon import find_matrices
 from stretto.trainer.parallel import memory
 from stretto.trainer.parallel.memory import ActivationOffload, prepare_blocks
 
@@ -230,12 +229,6 @@ def test_whole_blocks_of_transformers_models_are_computed_again_too(family, tmp_
     assert all(torch.equal(grads[1][name], gradient) for name, gradient in grads[0].items())
     with pytest.raises(ConfigError, match='mode = "selective" needs impl = "custom"'):
         prepare_blocks(policy, ModelSection(ac={"mode": "selective"}))
-
-
-def test_muon_finds_the_matrices_of_a_transformers_model(tmp_path):
-    save_hf(build_policy(**MOE), tmp_path)
-    found = find_matrices(load_hf_model(tmp_path, dtype=torch.float32))
-    assert len(found) == 2 * (4 + 1 + 2) and not any("embed" in name or "norm" in name for name in found)
 
 
 def test_a_critic_computes_again_what_its_own_section_says():
