@@ -35,6 +35,7 @@ ROOMS = (
     "stretto.trainer",
     "stretto.transports",
     "stretto.vime",
+    "stretto_critic",
     "stretto_optimizers",
     "stretto_preference",
     "stretto_service",

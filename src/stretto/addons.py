@@ -10,7 +10,7 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.names         what `stretto.NAME` is in Python
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
-    stretto.rules         section of a config -> a module with RULES, as config/rules has, for configs that have it
+    stretto.rules         path of a section -> a module with RULES, as config/rules has, for configs that have it
     stretto.sft           type of [data] of `sft` with a learner of its own -> a module with load_policy, load_rows,
                           adapt, build_learner and build_packer; with ".rows" after it, one that reads its rows
     stretto.options       NAME of `--NAME` of a verb with a configuration -> a module with `parse(verb, words)`, which
@@ -25,6 +25,9 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.families      family of models -> a `families.family.Family`, also of a package of yours
     stretto.networks      trainer.backend -> a `trainer.network.NetworkBuilder` that also gets its section; with
                           ".check" after it, function that refuses what it does not compute
+    stretto.valuers       critic -> function of a trainer's config, its policy, mesh and tokens, which builds the
+                          `trainer.valuer.Valuer` of [trainer.critic]; with ".check" after it, one that looks at an rl
+                          config before the start
     stretto.optimizers    type of [optim] -> function of named parameters, the section and the `TrainedWeights` that
                           the parameters are of, which builds it
     stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device

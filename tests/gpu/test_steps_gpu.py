@@ -29,7 +29,6 @@ from stretto.config.sections.transport import ShmWeights
 from stretto.models import attention
 from stretto.models.lm_head import head_logits
 from stretto.models.value_head import with_value_head
-from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
 from stretto.trainer.publish.canary import score_canary
 from stretto.trainer.state import checkpoint
@@ -114,14 +113,17 @@ def test_bfloat16_with_varlen_attention_stays_near_float32(record_property):
     assert off < 0.03
 
 
+@needs("critic")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_critic_learns_beside_the_policy(dtype):
+    from stretto_critic.critic import Critic
+
     number_type, section = getattr(torch, dtype), CriticSection(num_critic_only_steps=1)
     critic = Critic(
         with_value_head(build_policy(3).to("cuda", number_type)),
         section=section, model=ModelSection(dtype=dtype), optim=ADAMW,
     )  # fmt: skip
-    learner = build("cuda", build_policy().to(number_type), loss=PpoLoss(), critic=critic, model={"dtype": dtype})
+    learner = build("cuda", build_policy().to(number_type), loss=PpoLoss(), valuer=critic, model={"dtype": dtype})
     section = TrainerSection(
         advantages=GaeAdvantages(), critic=section, loss=PpoLoss(), updates_per_step=2, epochs_per_step=2
     )
