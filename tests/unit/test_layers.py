@@ -108,7 +108,7 @@ BELOW = {
         "transports",
     },
     "stretto_optimizers": {"config", "models", "trainer"},
-    "stretto_preference": {"base", "chat", "config", "data", "models", "records", "trainer"},
+    "stretto_preference": {"base", "chat", "config", "data", "inference", "models", "records", "trainer", "transports"},
     "stretto_routers": {"base", "config"},
     "stretto_megatron": {"base", "config", "families", "models", "records", "trainer"},
     "stretto_start": {"state", "base", "config", "data", "signals"},
