@@ -184,7 +184,7 @@ def test_the_stand_in_allows_what_cuda_allows():
     [
         {},
         {"optim": SgdOptim(lr=0.1, momentum=0.9)},
-        {"optim": MuonOptim(lr=1e-2)},
+        pytest.param({"optim": MuonOptim(lr=1e-2)}, marks=needs("optimizers")),
         {"loss": IpoLoss(entropy_coef=0.01)},
         {"loss": PpoLoss(reduction="sample", clip_dual=3.0)},
         {"loss": GspoLoss(reduction="sample")},
@@ -288,7 +288,11 @@ def test_activations_that_wait_in_cpu_memory(monkeypatch):
         assert_same(plain, found, 1e-4)
 
 
-@pytest.mark.parametrize("optim", [AdamWOptim(lr=1e-2), MuonOptim(lr=1e-3)], ids=lambda optim: optim.type)
+@pytest.mark.parametrize(
+    "optim",
+    [AdamWOptim(lr=1e-2), pytest.param(MuonOptim(lr=1e-3), marks=needs("optimizers"))],
+    ids=lambda optim: optim.type,
+)
 def test_optimizer_state_that_waits_in_cpu_memory(optim, monkeypatch):
     monkeypatch.setattr(offload, "BUCKET_BYTES", 1 << 14)
     with pretended() as device:
