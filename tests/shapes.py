@@ -36,6 +36,8 @@ ROOMS = (
     "stretto.transports",
     "stretto.vime",
     "stretto_native",
+    "stretto_critic",
+    "stretto_optimizers",
     "stretto_preference",
     "stretto_service",
     "stretto_speculation",

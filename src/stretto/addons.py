@@ -10,7 +10,7 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.names         what `stretto.NAME` is in Python
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
-    stretto.rules         section of a config -> a module with RULES, as config/rules has, for configs that have it
+    stretto.rules         path of a section -> a module with RULES, as config/rules has, for configs that have it
     stretto.sft           type of [data] of `sft` with a learner of its own -> a module with load_policy, load_rows,
                           adapt, build_learner and build_packer; with ".rows" after it, one that reads its rows
     stretto.options       NAME of `--NAME` of a verb with a configuration -> a module with `parse(verb, words)`, which
@@ -20,12 +20,18 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.hubs          hub -> the class that plays `hub:source`, in worker processes only
     stretto.tasksets      what comes before the colon of an id -> a module with is_taskset, missing, look_into, ADAPTER
                           and arguments, of ids that are played in worker processes only
-    stretto.engines       engine -> function of its config and the directory of its model, which serves it;
-                          "embedded.drafts" -> function of [inference.speculation], which builds a `Drafter`
+    stretto.engines       engine, and "scorer" for reward models -> function of a config and the directory of the
+                          model, which serves it; "embedded.drafts" -> function of [inference.speculation], which
+                          builds a `Drafter`
     stretto.weights       type of [weight_broadcast], and "delta" -> a module with both ends, as transports/weights says
     stretto.families      family of models -> a `families.family.Family`, also of a package of yours
     stretto.networks      trainer.backend -> a `trainer.network.NetworkBuilder` that also gets its section; with
                           ".check" after it, function that refuses what it does not compute
+    stretto.valuers       critic -> function of a trainer's config, its policy, mesh and tokens, which builds the
+                          `trainer.valuer.Valuer` of [trainer.critic]; with ".check" after it, one that looks at an rl
+                          config before the start
+    stretto.optimizers    type of [optim] -> function of named parameters, the section and the `TrainedWeights` that
+                          the parameters are of, which builds it
     stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device; for CPUs:
                           cpu.rows, cpu.attention, cpu.chosen, of a training step, and cpu.cache, of an engine's pass
                           (models/device/kernels.py)

@@ -19,7 +19,6 @@ SUMMARIES = {
     "rl": "reinforcement learning: inference, orchestrator and trainer together",
     "sft": "supervised fine-tuning",
     "trainer": "the trainer of an rl run alone",
-    "critic": "the critic of an rl run alone, where it has ranks of its own",
     "orchestrator": "the orchestrator of an rl run alone",
     "inference": "the inference server alone",
     "eval": "evaluate a model on environments",

@@ -529,7 +529,6 @@ SCREENS: dict[str, Callable[..., str]] = {
     "rl": rl,
     "sft": sft,
     "trainer": trainer,
-    "critic": trainer,
     "orchestrator": orchestrator,
     "inference": inference,
     "eval": evaluate,

@@ -210,7 +210,6 @@ VERBS: dict[str, tuple[str, Callable[[Any, list[str]], int]]] = {
     "rl": ("RLConfig", run_rl),
     "sft": ("SFTConfig", _sft),
     "trainer": ("TrainerConfig", _trainer),
-    "critic": ("TrainerConfig", _process("stretto.trainer.critic_ranks:main", computes=True)),
     "orchestrator": ("OrchestratorConfig", _process("stretto.orchestrator.main:main")),
     "inference": ("InferenceConfig", _inference),
     "eval": ("EvalConfig", _process("stretto.orchestrator.eval.verb:main")),
@@ -298,6 +297,13 @@ def _check_add_ons(cfg: RunRoot) -> None:
         addons.check("stretto.weights", "delta", "[weight_broadcast.delta]")
     if type(cfg).__name__ in ("RLConfig", "TrainerConfig") and getattr(cfg, "service", None) is not None:
         addons.check("stretto.services", "client", "[service]")
+    keys, at = (getattr(cfg, "trainer", None), "trainer.") if type(cfg).__name__ == "RLConfig" else (cfg, "")
+    critic = getattr(keys, "critic", None)
+    if critic is not None:
+        addons.check("stretto.valuers", "critic", f"[{at}critic]")
+    for path, optim in ((f"{at}optim", getattr(keys, "optim", None)), (f"{at}critic.optim", critic and critic.optim)):
+        if optim is not None and optim.type not in ("adamw", "sgd"):
+            addons.check("stretto.optimizers", optim.type, f'{path}.type = "{optim.type}"')
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:

@@ -188,9 +188,6 @@ class MegatronWeights(TrainedWeights):
     def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
         raise AssertionError("Megatron's optimizer has no parts of our parameters")
 
-    def apply_to_whole(self, parts: Mapping[str, Tensor], compute: Callable[..., Tensor]) -> dict[str, Tensor]:
-        raise AssertionError("Megatron's optimizer updates its own ranges")
-
     @torch.no_grad()
     def find_not_finite(self) -> str | None:
         for held in self.held:

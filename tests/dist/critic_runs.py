@@ -13,9 +13,9 @@ import torch
 from mesh_runs import optim_of, policy_of, section_of, train
 
 from stretto.config.sections.trainer import ConstantScheduler, CriticSection
-from stretto.trainer.critic import Critic, load_critic
 from stretto.trainer.learner import Learner
 from stretto.trainer.ranks.mesh import Mesh, find_degrees, num_ranks, process_group, training_device
+from stretto_critic.critic import Critic, load_critic
 
 KINDS = ("language_model", "reward_model")
 
@@ -34,7 +34,7 @@ def play(directory: Path) -> dict:
         policy,
         model=section,
         optim=optim,
-        critic=critic,
+        valuer=critic,
         scheduler=ConstantScheduler(warmup_steps=0),
         max_steps=None,
         mesh=mesh,

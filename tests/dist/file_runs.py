@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from stretto.trainer.ranks.mesh import Mesh, find_degrees, process_group, traini
 from stretto.trainer.state import checkpoint
 
 STEP = 2  # checkpoints are of it
-KINDS = ("dense", "untied", "moe", "lora", "muon")
+KINDS = ("dense", "untied", "moe", "lora", *(["muon"] if find_spec("stretto_optimizers") else []))
 STAGES = {
     # name: (ranks, mesh of each kind, stage whose checkpoint it continues)
     "one": (1, {kind: {} for kind in KINDS}, None),

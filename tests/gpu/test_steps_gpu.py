@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_runs import ask, build_core, build_model, packed_logprobs, prompt, run
+from processes.add_ons import needs
 from tiny import build_policy, documents, pack
 
 from stretto.base.paths import RunDir
@@ -28,7 +29,6 @@ from stretto.config.sections.transport import ShmWeights
 from stretto.models import attention
 from stretto.models.lm_head import head_logits
 from stretto.models.value_head import with_value_head
-from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
 from stretto.trainer.publish.canary import score_canary
 from stretto.trainer.state import checkpoint
@@ -91,6 +91,7 @@ def test_experts_in_float32_are_those_of_a_cpu(record_property):
     assert off < 2e-3
 
 
+@needs("optimizers")
 def test_muon_moves_weights_as_on_a_cpu(record_property):
     """On a GPU it iterates in bfloat16."""
     plain, found = (train(build(device, optim=MuonOptim(lr=1e-2)), 1) for device in ("cpu", "cuda"))
@@ -112,14 +113,17 @@ def test_bfloat16_with_varlen_attention_stays_near_float32(record_property):
     assert off < 0.03
 
 
+@needs("critic")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_critic_learns_beside_the_policy(dtype):
+    from stretto_critic.critic import Critic
+
     number_type, section = getattr(torch, dtype), CriticSection(num_critic_only_steps=1)
     critic = Critic(
         with_value_head(build_policy(3).to("cuda", number_type)),
         section=section, model=ModelSection(dtype=dtype), optim=ADAMW,
     )  # fmt: skip
-    learner = build("cuda", build_policy().to(number_type), loss=PpoLoss(), critic=critic, model={"dtype": dtype})
+    learner = build("cuda", build_policy().to(number_type), loss=PpoLoss(), valuer=critic, model={"dtype": dtype})
     section = TrainerSection(
         advantages=GaeAdvantages(), critic=section, loss=PpoLoss(), updates_per_step=2, epochs_per_step=2
     )

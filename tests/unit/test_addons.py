@@ -27,6 +27,7 @@ PARTS = ("src", "examples", "pyproject.toml")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUN = ["rl", "@", "examples/reverse_text/rl.toml"]
 LORA_RUN = ["rl", "@", "examples/service/rl.toml"]
+PPO = ["--orchestrator.algo.type", "ppo", "--trainer.advantages.type", "gae", "--trainer.critic.lr", "1e-3"]
 AFMOE = {
     "model_type": "afmoe", "architectures": ["AfmoeForCausalLM"], "vocab_size": 40, "hidden_size": 32,
     "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -54,7 +55,7 @@ def strings_of(package: str) -> str:
 
 @pytest.mark.heavy
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 26
+    assert len(ADD_ONS) == 28
     assert not NAME.findall(strings_of("stretto"))
 
 
@@ -73,7 +74,7 @@ def test_what_goes_with_an_add_on_is_there() -> None:
 
 def test_entry_points_lead_to_what_the_core_can_load() -> None:
     groups = {group: values for group, values in PROJECT["entry-points"].items() if group.startswith(addons.PREFIX)}
-    assert len(groups) == 21
+    assert len(groups) == 23
     for group, values in groups.items():
         assert addons.registered(group) == addons.offers(group) == values and f"    {group} " in (addons.__doc__ or "")
         assert set(addons.load_all(group)) == set(values)
@@ -145,6 +146,8 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
     [
         ("clusters", ["--slurm.partition", "p"], "[slurm] needs the add-on stretto_clusters"),
         ("clusters", ["--ray.address", "auto"], "[ray] needs the add-on stretto_clusters"),
+        ("critic", [*PPO, "--dry-run"], "[trainer.critic] needs the add-on stretto_critic, which is not installed"),
+        ("optimizers", ["--trainer.optim.type", "muon"], 'trainer.optim.type = "muon" needs the add-on stretto_optim'),
         ("routers", ["--inference.deployment.num-replicas", "2", "--dry-run"], "needs the add-on stretto_routers"),
         ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
         ("speculation", ["--inference.speculation.method", "ngram", "--dry-run"], "needs the add-on stretto_specul"),

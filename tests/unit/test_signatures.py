@@ -16,8 +16,8 @@ import torch
 from processes import forked
 from syntax import tree_of
 
+from stretto.models.lm_head import head_logits
 from stretto.orchestrator.batch import Cost
-from stretto.trainer.optim.muon import orthogonalise
 
 pytest.importorskip("beartype")
 
@@ -30,10 +30,10 @@ NAMED = {"dict", "Mapping", "tuple"}
 
 
 def test_an_array_of_other_dims_or_dtype_than_the_signature_says_is_refused():
-    orthogonalise(torch.ones(3, 4))
+    head_logits(torch.ones(3, 4), torch.ones(5, 4))
     for wrong in (torch.ones(3), torch.ones(3, 4, dtype=torch.int64)):
-        with pytest.raises(TypeError, match=r"parameter 'matrices'"):
-            orthogonalise(wrong)
+        with pytest.raises(TypeError, match=r"parameter 'hidden'"):
+            head_logits(wrong, torch.ones(5, 4))
     Cost().of(np.ones(2, int))
     with pytest.raises(TypeError, match=r"parameter 'lengths'"):
         Cost().of(np.ones((2, 2), int))

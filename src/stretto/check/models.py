@@ -32,7 +32,7 @@ from stretto.check.vllm_models import ServedModel
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.distill import TaughtAlgo
 from stretto.config.sections.inference import InferenceSection
-from stretto.config.sections.model import ActivationCheckpointSection, Family, ModelSection, ScratchSection
+from stretto.config.sections.model import Family, ModelSection, ScratchSection
 from stretto.config.sections.sft import RewardSection
 from stretto.config.sections.trainer import MegatronSection
 from stretto.data.hub_model import find_config, is_hub_name
@@ -77,10 +77,9 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
         megatron=find_megatron(trainer),
     )
     if (megatron := find_megatron(trainer)) is not None:
-        _check_beside_policy(cfg, megatron)
-    if cfg.num_critic_ranks:
-        where = "model, of the ranks in trainer.critic.placement"
-        check_model(cfg.model, cfg.num_critic_ranks, where, megatron=find_megatron(trainer))
+        _check_references(cfg, megatron)
+    if trainer.critic is not None:
+        addons.load("stretto.valuers", "critic.check", "[trainer.critic]")(cfg)
     check_engine_model(cfg)
     check_teachers(cfg)
     if cfg.inference is not None:
@@ -90,41 +89,27 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
         check_policy_adapter(cfg, is_cpu=is_cpu or cfg.inference.device == "cpu")
 
 
-def _check_beside_policy(cfg: RLConfig, megatron: MegatronSection) -> None:
-    """Check the reference, which Megatron spreads over the ranks of the policy, and the critic, on these or its own.
+def _check_references(cfg: RLConfig, megatron: MegatronSection) -> None:
+    """Check the frozen reference, which Megatron spreads over the ranks of the policy."""
+    in_loss, in_reward = cfg.trainer.loss.reference_kl, cfg.trainer.advantages
+    if in_loss is not None and in_loss.model:
+        check_beside_policy("trainer.loss.reference_kl.model", in_loss.model, cfg, megatron)
+    if in_reward is not None and in_reward.kl_model:
+        check_beside_policy("trainer.advantages.kl_model", in_reward.kl_model, cfg, megatron)
 
-    Raises: ConfigError naming the key of the model, and what it does not allow.
+
+def check_beside_policy(path: str, name: str, cfg: RLConfig, megatron: MegatronSection, num_ranks: int = 0) -> None:
+    """Check a model that Megatron computes beside the policy; num_ranks: 0 for those of the policy.
+
+    Raises: ConfigError naming its key, path, and what it does not allow.
     """
-    trainer = cfg.trainer
-    named = {
-        "trainer.loss.reference_kl.model": trainer.loss.reference_kl and trainer.loss.reference_kl.model,
-        "trainer.advantages.kl_model": trainer.advantages and trainer.advantages.kl_model,
-        "trainer.critic.load": trainer.critic and trainer.critic.load,
-    }
-    if trainer.critic is not None and trainer.critic.ac is not None:
-        _check_critic_ac(cfg, trainer.critic.ac, megatron)
-    for path, name in named.items():
-        if not name or (here := find_model(name)) is None:
-            continue
-        ranks = cfg.num_critic_ranks if path == "trainer.critic.load" else 0
-        try:
-            check_refused(here.family, here.found, cfg.model, megatron)
-            find_megatron_degrees(cfg.model, megatron, ranks or cfg.num_train_ranks, read_shape(here))
-        except ConfigError as error:
-            raise ConfigError(f"{path} = {name!r}: {error}") from None
-
-
-def _check_critic_ac(cfg: RLConfig, ac: ActivationCheckpointSection, megatron: MegatronSection) -> None:
-    """Raises: ConfigError for what Megatron does not compute again."""
-    scratch = cfg.model.scratch
-    here = None if scratch is not None else find_model(cfg.model.name)
-    family = scratch.family if scratch is not None else here.family if here is not None else None
-    if family is None:
+    if (here := find_model(name)) is None:
         return
     try:
-        check_refused(family, {}, cfg.model.model_copy(update={"ac": ac}), megatron)
+        check_refused(here.family, here.found, cfg.model, megatron)
+        find_megatron_degrees(cfg.model, megatron, num_ranks or cfg.num_train_ranks, read_shape(here))
     except ConfigError as error:
-        raise ConfigError(str(error).replace("[model.ac]", "[trainer.critic.ac]")) from None
+        raise ConfigError(f"{path} = {name!r}: {error}") from None
 
 
 def check_model(

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from stretto import addons
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import cache_dir, read_json
 from stretto.check.models import check_trainable, find_model, models_of, quantized_refusal, tokens_of
@@ -110,6 +111,8 @@ def check_weights(name: str, key: str, trained: ModelSection | None, *, is_dry_r
 def check_writes(cfg: RLConfig | SFTConfig | InferenceConfig | EvalConfig) -> None:
     """Raises: ConfigError for a reward model in the place of one that replies, or the other way round."""
     named: dict[str, str | None] = {}
+    if isinstance(cfg, InferenceConfig) and cfg.model and is_classifier(cfg.model):
+        addons.check("stretto.engines", "scorer", f"model = {cfg.model!r}, a reward model,")
     if isinstance(cfg, EvalConfig):
         named["model"] = cfg.model
     if isinstance(cfg, RLConfig):

@@ -1,11 +1,10 @@
-"""Builds what a trainer process trains, as configured: policy, reference and critic."""
+"""Builds what a trainer process trains, as configured: policy, reference and valuer."""
 
 from __future__ import annotations
 
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from stretto import addons
 from stretto.base.errors import ConfigError
@@ -13,20 +12,15 @@ from stretto.chat.tokenizer import load_tokenizer
 from stretto.check.megatron import find_megatron
 from stretto.check.models import check_quantize
 from stretto.config.root import TrainerConfig
-from stretto.config.sections.model import ModelSection
-from stretto.config.sections.trainer import CriticSection
 from stretto.data.hub_model import fetch
 from stretto.models import hub
-from stretto.models.decoder import Decoder
 from stretto.models.fp8.checkpoint import BlockLayout
-from stretto.models.hf import Policy
-from stretto.models.value_head import with_value_head
 from stretto.trainer.batch.token_export import export_tokens
-from stretto.trainer.critic import Critic, load_critic
 from stretto.trainer.hooks import TrainerHooks
-from stretto.trainer.learner import Learner, find_tokenizer, find_tokens, load_policy
+from stretto.trainer.learner import Learner, find_tokens, load_policy
 from stretto.trainer.network import NetworkBuilder, TorchNetwork
 from stretto.trainer.ranks.mesh import Mesh, build_mesh, training_device
+from stretto.trainer.valuer import NAME, Valuer
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +48,10 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
             f"trainer.hooks.model changes whole layers, and {mesh.degrees.ep} ranks would share the experts of this "
             "mixture; give model.ep = 1"
         )
-    critic = None
-    if cfg.critic is not None and cfg.critic.placement is None:
-        critic = build_critic(cfg, cfg.critic, policy, tokens, mesh)
+    valuer: Valuer | None = None
+    if cfg.critic is not None:
+        build_valuer = addons.load("stretto.valuers", NAME, f"[trainer.{NAME}]")
+        valuer = build_valuer(cfg, policy, mesh, **tokens)
     return Learner(
         policy,
         model=cfg.model,
@@ -68,9 +63,7 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
         observe=partial(export_tokens, token_folder(cfg, mesh)) if cfg.enable_token_export else None,
         enable_router_replay=cfg.enable_router_replay,
         mesh=mesh,
-        critic=critic,
-        has_critic_elsewhere=cfg.critic is not None and critic is None,
-        frozen_steps=0 if cfg.critic is None else cfg.critic.num_critic_only_steps,
+        valuer=valuer,
         build=find_builder(cfg),
     )
 
@@ -114,56 +107,3 @@ def find_reference_model(cfg: TrainerConfig) -> tuple[str, str | None] | None:
     if cfg.advantages is not None and cfg.advantages.kl_coef:
         return "trainer.advantages.kl_model", cfg.advantages.kl_model
     return None
-
-
-def build_critic(
-    cfg: TrainerConfig, section: CriticSection, policy: Policy, tokens: dict[str, Any], mesh: Mesh
-) -> Critic:
-    """The critic, from trainer.critic.load or from the model that the policy starts from.
-
-    Raises: ConfigError when the policy has impl = "hf", or the critic has another vocabulary.
-    """
-    if not isinstance(policy, Decoder):
-        raise ConfigError('[trainer.critic] needs impl = "custom"; model.impl = "hf" has no value output')
-    network = load_critic_network(cfg, section, tokens)
-    _check_vocabulary(*(m.model.embed_tokens.weight.shape[0] for m in (network, policy)))
-    return Critic(network, section=section, model=_unadapted(cfg), optim=cfg.optim, mesh=mesh, build=find_builder(cfg))
-
-
-def _unadapted(cfg: TrainerConfig) -> ModelSection:
-    return cfg.model.model_copy(update={"lora": None})
-
-
-def load_critic_network(cfg: TrainerConfig, section: CriticSection, tokens: dict[str, Any]) -> Decoder:
-    """The critic's network, from trainer.critic.load or from the model that the policy starts from."""
-    model = _unadapted(cfg)
-    if section.load is None and model.scratch is not None:
-        network = load_policy(model, **tokens)
-        assert isinstance(network, Decoder), "a scratch model is ours"
-        return with_value_head(network)
-    dtype = hub.dtype_of(model.dtype, training_device())
-    return load_critic(section.load or model.name, dtype=dtype, may_be_meta=True)
-
-
-def build_critic_alone(cfg: TrainerConfig) -> tuple[Critic, Path]:
-    """The critic on ranks of its own, and the tokenizer of its exports."""
-    assert cfg.critic is not None, "checked by the caller"
-    directory = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
-    tokens = find_tokens(load_tokenizer(directory))
-    network = load_critic_network(cfg, cfg.critic, tokens)
-    critic_size, policy_size = network.config.vocab_size, None
-    if cfg.model.scratch is None:
-        policy_size = hub.load_config(fetch(cfg.model.name, has_weights=False)).vocab_size
-    _check_vocabulary(critic_size, policy_size or critic_size)
-    mesh = build_mesh(cfg.model, network.config, find_megatron(cfg))
-    critic = Critic(
-        network, section=cfg.critic, model=_unadapted(cfg), optim=cfg.optim, mesh=mesh, build=find_builder(cfg)
-    )
-    return critic, directory
-
-
-def _check_vocabulary(critic: int, policy: int) -> None:
-    if critic != policy:
-        raise ConfigError(
-            f"trainer.critic.load knows {critic} tokens and the policy {policy}; give a critic of its family"
-        )

@@ -2,7 +2,7 @@
 
 States: HERE <-> AWAY. AWAY before a published version is announced, HERE when a batch or a Stop has come; the
 orchestrator (versions/shared_devices.py there) has put the engines to sleep by then. Put away are weights, optimizer
-state, the frozen reference and a critic on the same ranks; gradients are freed. Communicators of NCCL stay.
+state, the frozen reference and a valuer's network on the same ranks; gradients are freed. Communicators of NCCL stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from stretto.models.device.memory_offload import MemoryOffload
 from stretto.trainer.learner import Learner
-from stretto.trainer.network import Network
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class TrainerMemory:
         if not self._is_moved or self._away.is_offloaded:
             return
         started = time.perf_counter()
-        for network in self._networks():
+        for network in self._learner.networks:
             network.weights.zero_grad()
         freed = self._away.offload(self._tensors(), keeps=True)
         logger.debug("put %d bytes away in %.3f s", freed, time.perf_counter() - started)
@@ -44,10 +43,6 @@ class TrainerMemory:
             self._away.restore()
             logger.debug("memory is back after %.3f s", time.perf_counter() - started)
 
-    def _networks(self) -> list[Network]:
-        critic = self._learner.critic
-        return [self._learner.network, *([] if critic is None else [critic.network])]
-
     def _tensors(self) -> Iterator[Tensor]:
-        for network in self._networks():
+        for network in self._learner.networks:
             yield from network.tensors()

@@ -40,12 +40,12 @@ from stretto.records.token_counts import TokenCounts, counts_of_step, has_signal
 from stretto.records.weight_manifest import AdapterInfo
 from stretto.trainer.batch.metrics import StepSums, ratio_sums, sums_by_env
 from stretto.trainer.batch.pass_inputs import PassInputs, count_inputs
-from stretto.trainer.critic import Critic
-from stretto.trainer.network import NetworkBuilder, PassCounts, Scores, TorchNetwork, Wanted
+from stretto.trainer.network import Network, NetworkBuilder, PassCounts, Scores, TorchNetwork, Wanted
 from stretto.trainer.optim.schedule import learning_rate
 from stretto.trainer.parallel.weights import Publication
 from stretto.trainer.ranks.mesh import Mesh, num_ranks, run_on_lead, training_device
 from stretto.trainer.state.learner_state import LearnerState, StateSource, select_prefix
+from stretto.trainer.valuer import NAME, Valuer
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -149,21 +149,17 @@ class Learner:
         observe: Observer | None = None,
         enable_router_replay: bool = False,
         mesh: Mesh | None = None,
-        critic: Critic | None = None,
-        has_critic_elsewhere: bool = False,
-        frozen_steps: int = 0,
+        valuer: Valuer | None = None,
         build: NetworkBuilder = TorchNetwork,
     ) -> None:
-        """frozen_steps: the number of first steps that do not update the policy; its schedule starts after them.
+        """valuer: learns beside the policy, and in the first steps alone; the policy's schedule starts after them.
 
         build: makes the network that computes and updates the policy.
-
-        has_critic_elsewhere: the critic has ranks of its own, which load its state from checkpoints.
         """
         self.policy, self._model, self._lora = policy, model, model.lora
-        self.critic, self._frozen_steps = critic, frozen_steps
+        self.valuer = valuer
+        self.frozen_steps = 0 if valuer is None else valuer.section.num_critic_only_steps
         self._schedule_start = 0  # the step after which the schedule began
-        self._has_critic_elsewhere = has_critic_elsewhere
         self._is_replaying = enable_router_replay
         self.step = 0
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
@@ -188,9 +184,14 @@ class Learner:
 
     @property
     def shares_prefixes(self) -> bool:
-        """True if what samples begin with alike is computed once, to any depth, by the critic on these ranks too."""
-        networks = [self.network] if self.critic is None else [self.network, self.critic.network]
-        return all(network.sharing == "tree" for network in networks)
+        """True if what samples begin with alike is computed once, to any depth, by all that learns on these ranks."""
+        return all(network.sharing == "tree" for network in self.networks)
+
+    @property
+    def networks(self) -> list[Network]:
+        """All that is trained on these ranks: the policy's network, then the valuer's."""
+        valued = None if self.valuer is None else self.valuer.network
+        return [self.network] if valued is None else [self.network, valued]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the gradients of a batch; all ranks must call it.
@@ -296,7 +297,7 @@ class Learner:
     @property
     def next_lr(self) -> float:
         """Learning rate of the updates of the next step."""
-        start = max(self._frozen_steps, self._schedule_start)
+        start = max(self.frozen_steps, self._schedule_start)
         last = None if self._max_steps is None else self._max_steps - start
         return learning_rate(self.step - start + 1, self._optim.lr, self._scheduler, last)
 
@@ -404,9 +405,8 @@ class Learner:
 
         Raises: EngineError when one is NaN or infinite.
         """
-        self.network.check_finite(self.step)
-        if self.critic is not None:
-            self.critic.network.check_finite(self.step)
+        for network in self.networks:
+            network.check_finite(self.step)
 
     def state(self) -> LearnerState:
         """Everything that the next step depends on: this rank's slices of tensors, and plain values.
@@ -416,8 +416,8 @@ class Learner:
         parts = self.network.state()
         if self._routers is not None:
             parts |= self._routers.slices()
-        if self.critic is not None:
-            parts |= self.critic.state().slices
+        if self.valuer is not None:
+            parts |= self.valuer.slices()
         if self.mesh.is_lead:
             parts["rng.cpu"] = TensorSlice.whole(torch.get_rng_state())
             if self.mesh.device.type == "cuda":
@@ -443,10 +443,10 @@ class Learner:
         targets = self.network.targets(saved)
         if self._routers is not None:
             targets |= self._routers.slices()
-        if self.critic is not None:
-            targets |= self.critic.targets(saved)
-        elif select_prefix("critic", saved) and not self._has_critic_elsewhere:
-            raise DataError("the state has a critic, but there is no [trainer.critic]")
+        if self.valuer is not None:
+            targets |= self.valuer.targets(saved)
+        elif select_prefix(NAME, saved):
+            raise DataError(f"the state has a {NAME}, but there is no [trainer.{NAME}]")
         random = {"rng.cpu": torch.get_rng_state()}
         if self.mesh.device.type == "cuda" and "rng.cuda" in saved:
             random["rng.cuda"] = torch.cuda.get_rng_state(self.mesh.device)
@@ -455,9 +455,8 @@ class Learner:
         if "rng.cuda" in random:
             torch.cuda.set_rng_state(random["rng.cuda"], self.mesh.device)
         self.step, self._schedule_start = values["step"], values.get("schedule_start", 0)
-        self.network.weights.copy_to_model()
-        if self.critic is not None:
-            self.critic.network.weights.copy_to_model()
+        for network in self.networks:
+            network.weights.copy_to_model()
 
 
 def _ce_token_mask(mb: MicroBatch) -> Bool[np.ndarray, " tokens"]:

@@ -1,6 +1,6 @@
 """A trained module on a mesh, the weights that its optimizer updates, and the optimizer.
 
-The policy (learner.py) and the critic (critic.py) are trained through a `Network`, which computes passes over micro
+The policy (learner.py) and a valuer (valuer.py) are trained through a `Network`, which computes passes over micro
 batches and their gradients, updates weights, and has a state. What a loss is they say themselves. `TorchNetwork` is
 that of our own modules, of one rank or sharded; an add-on may offer others (`addons.py`, stretto.networks), which train
 the same model in their own way and give weights and state by our names.

@@ -37,12 +37,11 @@ from stretto.trainer.batch.token_export import delete_after
 from stretto.trainer.batch.token_record import TokenRecorder
 from stretto.trainer.build import build_learner, find_engine_layout, token_folder
 from stretto.trainer.colocated import TrainerMemory
-from stretto.trainer.critic_wire import RemoteCritic, open_wire
 from stretto.trainer.hooks import TrainerHooks
 from stretto.trainer.learner import Learner, find_tokenizer
-from stretto.trainer.process import StopFlag, find_group_timeout_s, rank_process
+from stretto.trainer.process import StopFlag, rank_process
 from stretto.trainer.publish.canary import is_canary_due, score_canary
-from stretto.trainer.publish.export import export_critic, export_weights, prune_exports
+from stretto.trainer.publish.export import export_weights, prune_exports
 from stretto.trainer.ranks.mesh import rank_name
 from stretto.trainer.state import checkpoint
 from stretto.trainer.updates import Updates
@@ -86,11 +85,10 @@ class Trainer:
         self.hooks = TrainerHooks(cfg.hooks, self.run_dir)
         self.learner = build_learner(cfg, self.tokenizer_dir, self.hooks)
         self.mesh = mesh = self.learner.mesh
-        self.remote_critic: RemoteCritic | None = None
-        if cfg.critic is not None and cfg.critic.placement is not None:
-            wire = open_wire(cfg, mesh, is_critic=False, timeout_s=find_group_timeout_s(cfg))
-            self.remote_critic = RemoteCritic(wire, mesh, cfg.critic)
-        self.updates = Updates(self.learner, cfg, self.remote_critic, hooks=self.hooks)
+        self.valuer = self.learner.valuer
+        if self.valuer is not None:
+            self.valuer.connect()
+        self.updates = Updates(self.learner, cfg, hooks=self.hooks)
         self.hooks.call("init")
         self.is_colocated = cfg.colocate is not None
         is_moved = cfg.colocate is not None and cfg.colocate.offload_train
@@ -146,8 +144,8 @@ class Trainer:
         try:
             self.open()
             self.announce(self.publish())
-            if self.remote_critic is not None:
-                self.remote_critic.wait_ready(self.learner.step)
+            if self.valuer is not None:
+                self.valuer.begin(self.learner.step)
             report("ready", is_early=True)
             freeze_objects()
             self.clock = StepClock()
@@ -294,28 +292,26 @@ class Trainer:
             self.learner.check_finite()
             if self.is_lead:
                 self.orchestrator.send(CheckpointBegun(step=step))
-            if self.remote_critic is not None:
-                self.remote_critic.command("save")
+            if self.valuer is not None:
+                self.valuer.save()
             self.saver.save(self.learner)
             self.saved_step = step
         if is_last:
             self.saver.wait()
-            if self.remote_critic is not None:
-                self.remote_critic.flush()
+            if self.valuer is not None:
+                self.valuer.flush()
         self.report_saved()
         if self.is_lead and step in (self.saved_step, self.exported_step):
             self.log_more(step, {"time/save_ckpt": time.perf_counter() - start})
 
     @property
     def has_exports(self) -> bool:
-        """Are model directories written? A critic's are with [ckpt] alone, if they have a place of their own."""
-        critic = self.cfg.critic
-        return self.cfg.ckpt is not None and (
-            self.cfg.ckpt.weights is not None or (critic is not None and critic.save is not None)
-        )
+        """Are model directories written? A valuer's are with [ckpt] alone, if they have a place of their own."""
+        has_place = self.valuer is not None and self.valuer.section.save is not None
+        return self.cfg.ckpt is not None and (self.cfg.ckpt.weights is not None or has_place)
 
     def export(self, step: int) -> None:
-        """Write model directories: of the policy with [ckpt.weights], of a critic with it or a place of its own."""
+        """Write model directories: of the policy with [ckpt.weights], of a valuer with it or a place of its own."""
         self.learner.check_finite()
         ckpt = self.cfg.ckpt
         assert ckpt is not None, "`has_exports` says so"
@@ -328,18 +324,13 @@ class Trainer:
                 self.cfg.model if weights.save_adapter_separately else None,
             )
             prune_exports(self.run_dir.weights, ckpt, step, self.learner.network.weights.mesh)
-        if (critic := self.learner.critic) is not None:
-            folder = critic.section.save or self.run_dir.critic
-            export_critic(critic, folder / f"step_{step}", self.tokenizer_dir)
-            prune_exports(folder, ckpt, step, critic.network.weights.mesh)
-        if self.remote_critic is not None:
-            self.remote_critic.command("export")
+        if self.valuer is not None:
+            self.valuer.export(self.cfg, step, self.tokenizer_dir)
         self.exported_step = step
 
     def report_saved(self) -> None:
         """Report checkpoints whose files are written; the orchestrator then completes them."""
-        remote = self.remote_critic
-        while self.written and (remote is None or self.written[0] in remote.saved):
+        while self.written and (self.valuer is None or self.valuer.has_saved(self.written[0])):
             self.orchestrator.send(CheckpointSaved(step=self.written.popleft()))
 
     # -- the orchestrator --
@@ -382,8 +373,8 @@ class Trainer:
             self.orchestrator.wait_complete(saved_step=self.saved_step, version=step)
         # All ranks wait here: closing a publisher frees the memory from which engines load a version.
         self.mesh.barrier()
-        if self.remote_critic is not None:
-            self.remote_critic.command("end")
+        if self.valuer is not None:
+            self.valuer.end()
 
 
 def resume(cfg: TrainerConfig, learner: Learner) -> int | None:

@@ -1,7 +1,7 @@
-"""Turns a batch into the updates of a step: advantages, samples per update, policy, critic.
+"""Turns a batch into the updates of a step: advantages, samples per update, policy, valuer.
 
-    at the start: log-probabilities of policy and reference, values of the critic -> advantages and returns
-    epochs x updates: some of the samples -> critic -> policy
+    at the start: log-probabilities of policy and reference, values of the valuer -> advantages and returns
+    epochs x updates: some of the samples -> valuer -> policy
 
 Most algorithms need none of this: their batch has its advantages already and is one update.
 """
@@ -25,33 +25,22 @@ from stretto.records.alternatives import concat_alternatives
 from stretto.records.row_packing import PrefixTree, pack_rows, pack_tree
 from stretto.records.sample import MicroBatch, images_by_document
 from stretto.records.support import concat_supports
-from stretto.records.token_counts import find_documents
+from stretto.records.token_counts import ComponentWeights, find_documents
 from stretto.trainer.batch.metrics import Reduce
-from stretto.trainer.critic import Critic, rl_token_mask
-from stretto.trainer.critic_wire import RemoteCritic
 from stretto.trainer.hooks import Schedule, TrainerHooks
 from stretto.trainer.learner import Learner
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Bool, Float
 
 logger = logging.getLogger(__name__)
 
 
 class Updates:
-    """Trains a learner, and its critic if it has one, on one batch per step."""
+    """Trains a learner, and its valuer if it has one, on one batch per step."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        section: TrainerSection,
-        remote_critic: RemoteCritic | None = None,
-        *,
-        hooks: TrainerHooks | None = None,
-    ) -> None:
-        """remote_critic: the critic if it has ranks of its own; None: the learner's critic, if any."""
-        self.learner = learner
-        self.critic: Critic | RemoteCritic | None = remote_critic or learner.critic
+    def __init__(self, learner: Learner, section: TrainerSection, *, hooks: TrainerHooks | None = None) -> None:
+        self.learner, self._valuer = learner, learner.valuer
         self._hooks = hooks or TrainerHooks(section.hooks)
         learner.user = self._hooks.in_loss
         self.section = section
@@ -59,38 +48,37 @@ class Updates:
         self._has_warned = False
         self._has_single_update = (
             section.advantages is None
-            and section.critic is None
+            and learner.valuer is None
             and section.updates_per_step == section.epochs_per_step == 1
             and not self._hooks
         )
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """One step on this rank's batch; its metrics. All ranks must call it."""
-        learner, section = self.learner, self.section
+        learner, section, valuer = self.learner, self.section, self._valuer
         if self._has_single_update:
             learner.forward_backward(micro_batches)
             return learner.optim_step()
         step = learner.step + 1
-        if self.critic is not None:
-            self.critic.start_step(step, micro_batches)
+        if valuer is not None:
+            valuer.start_step(step, micro_batches)
         micro_batches, metrics = self._estimate(list(micro_batches))
         micro_batches = self._hooks.process(step - 1, micro_batches)
         num_updates = self._count_updates(micro_batches)
-        if self.critic is not None:
-            self.critic.start_updates(micro_batches, num_updates)
-        is_critic_only = section.critic is not None and step <= section.critic.num_critic_only_steps
+        if valuer is not None:
+            valuer.start_updates(micro_batches, num_updates)
         parts = parts_of_step(micro_batches, section, step, num_updates, shares_prefixes=learner.shares_prefixes)
         for number, part in enumerate(parts):
-            if self.critic is not None:
-                self.critic.train(part, step)
-            if not is_critic_only:
+            if valuer is not None:
+                valuer.train(part, step)
+            if step > learner.frozen_steps:
                 network = learner.network
                 schedule = network.schedule or Schedule(learner.next_lr)
                 self._hooks.call("before_train_step", step - 1, number, network.module, network.optimizer, schedule)
                 learner.forward_backward(part)
                 learner.update()
         metrics |= learner.end_step()
-        return metrics if self.critic is None else metrics | self.critic.pop_metrics()
+        return metrics if valuer is None else metrics | valuer.pop_metrics()
 
     def _estimate(self, micro_batches: list[MicroBatch]) -> tuple[list[MicroBatch], dict[str, float]]:
         """The batch with log-probabilities, advantages, values and returns before the first update; metrics."""
@@ -113,7 +101,7 @@ class Updates:
         if has_kl_penalty:
             self._hooks.call("before_log_prob", learner.network.reference_module, "ref_")
         reference = learner.trained_logprobs(micro_batches, is_reference=True) if has_kl_penalty else None
-        values = None if self.critic is None else self.critic.values(micro_batches)
+        values = None if self._valuer is None else self._valuer.values(micro_batches)
         return estimate_advantages(micro_batches, cfg, old, reference, values, self._reduce)
 
     def _has_unknown(self, micro_batches: Sequence[MicroBatch]) -> bool:
@@ -152,6 +140,12 @@ def parts_of_step(
         if section.epochs_per_step > 1:
             order = np.random.default_rng((section.seed, step, epoch))
         yield from split_samples(micro_batches, num_updates, order, shares_prefixes=shares_prefixes)
+
+
+def rl_token_mask(mb: MicroBatch) -> Bool[np.ndarray, " tokens"]:
+    """True for tokens of the rl component."""
+    rl = ComponentWeights.of(mb).rl
+    return np.zeros(len(mb.token_ids), bool) if rl is None else rl != 0
 
 
 def _with_trainer_logprobs(mb: MicroBatch, computed: Float[np.ndarray, " tokens"], *, is_old: bool) -> MicroBatch:
@@ -201,7 +195,7 @@ def estimate_advantages(
 def _advantages_and_returns(
     mb: MicroBatch, tokens: np.ndarray, cfg: Advantages, token_kl: np.ndarray | None, values: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Advantages of these tokens, float64, and their returns if the critic learns from them."""
+    """Advantages of these tokens, float64, and their returns if a valuer learns from them."""
     advantages = mb.advantages[tokens].astype(np.float64)
     if not isinstance(cfg, (GaeAdvantages, ReturnsAdvantages)):
         return advantages if token_kl is None else advantages - cfg.kl_coef * token_kl, None

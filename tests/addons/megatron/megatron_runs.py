@@ -16,7 +16,7 @@ from argparse import Namespace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from stretto.models import hub
 from stretto.models.value_head import with_value_head
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
-from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
 from stretto.trainer.network import TorchNetwork
 from stretto.trainer.ranks import exchange
@@ -44,6 +43,9 @@ from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.checkpoint import SavedState, Saver, load
 from stretto_megatron.limits import build_network
 from stretto_megatron.moments import find_optimizer, write_state
+
+if TYPE_CHECKING:
+    from stretto_critic.critic import Critic
 
 SHAPE = {"num_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEADLINE = timedelta(seconds=150)
@@ -268,6 +270,8 @@ def run_saved(case: str, out: Path) -> dict[str, float]:
 
 def critic_of(case: str, mesh: Mesh | None, seed: int = 0) -> Critic:
     """A critic whose head is not 0; mesh: as in `learner_of`."""
+    from stretto_critic.critic import Critic
+
     module = with_value_head(build_policy(seed, family=case.split("-")[0], tie_word_embeddings=False, **SHAPE))
     module.lm_head.weight.data = torch.linspace(-0.5, 0.5, module.config.hidden_size)[None]
     module.to(device())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes.add_ons import needs
 from test_megatron_network import ON_CPU, find_python, needs_megatron
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
@@ -81,6 +82,7 @@ PPO: dict[str, Any] = {
 }
 
 
+@needs("critic")
 def test_ppo_with_two_stages_is_that_of_our_own_trainer_with_a_critic_beside_the_policy_or_apart(
     settings, staged, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
 
@@ -113,6 +114,7 @@ def test_a_run_by_vimes_flags_with_two_stages_learns_as_the_own_trainer_does(tmp
         assert (tmp_path / f"hooks_{rank}.txt").read_text().splitlines() == said
 
 
+@needs("critic")
 @pytest.mark.slow
 @needs_another_python
 def test_the_critic_of_vimes_ppo_is_trained_by_megatron_too(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes.add_ons import needs
 from runs import Ended, merged, rl, sorting
 
 NUM_STEPS = 6
@@ -74,6 +75,7 @@ def test_dialogues_are_replayed_turn_by_turn(model: Path, tmp_path: Path) -> Non
         assert branch.routed_experts[:-1].max() < 8 and branch.routed_experts[-1].min() == 255
 
 
+@needs("optimizers")
 @pytest.mark.slow
 def test_experts_that_are_computed_again_replay_too(model: Path, tmp_path: Path) -> None:
     """Under Muon, in the same processes: the policy is still the one the engine sampled from."""

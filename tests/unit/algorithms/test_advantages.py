@@ -7,13 +7,11 @@ import statistics
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.algorithms.advantages import discounted_returns, gae, token_rewards
 from stretto.algorithms.credit import whiten
-from stretto.algorithms.value_loss import value_loss
 
 numbers = st.floats(-3, 3).map(lambda x: round(x, 3))
 samples = st.lists(st.lists(st.tuples(numbers, numbers), max_size=6), min_size=1, max_size=5)
@@ -85,17 +83,3 @@ def test_whitening_gives_mean_zero_and_deviation_one(values):
     deviation = statistics.stdev(values)
     expected = [(v - statistics.fmean(values)) / math.sqrt(deviation**2 + 1e-8) for v in values]
     assert white == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_value_loss_takes_the_worse_of_moved_and_bounded_values():
-    values = torch.tensor([1.0, 3.0, 3.0, -1.0], dtype=torch.float64, requires_grad=True)
-    old = torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-    returns = torch.tensor([2.0, 4.0, 0.0, 0.0], dtype=torch.float64)
-    out = value_loss(values, old, returns, clip=0.5)
-    assert out.loss.tolist() == [1.0, (1.5 - 4) ** 2, 9.0, 1.0]
-    assert out.is_clipped.tolist() == [False, True, False, False]
-    out.loss.sum().backward()
-    assert values.grad.tolist() == [-2.0, 0.0, 6.0, -2.0]
-    assert value_loss(values, old, returns, clip=None).loss.tolist() == [1.0, 1.0, 9.0, 1.0]
-    spot = torch.tensor([0.3, -2.0, 1.4, 0.0], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, clip=0.5).loss, spot)

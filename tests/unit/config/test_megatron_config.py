@@ -134,7 +134,7 @@ def test_what_megatron_does_not_do_is_refused(tmp_path, given, said):
     assert said in str(caught.value)
 
 
-@needs("megatron")
+@needs("critic", "megatron")
 def test_the_reference_and_the_critic_must_fit_the_mesh_too(tmp_path):
     shape = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
     for name, layers in (("policy", 4), ("other", 3)):
@@ -156,7 +156,7 @@ def of_ppo(critic: dict, **more) -> dict:
     return {"advantages": {"type": "gae"}, "critic": critic, "megatron": {"pp": 2} | more}
 
 
-@needs("megatron")
+@needs("critic", "megatron")
 def test_a_critic_on_ranks_of_its_own_has_the_stages_of_the_policy(tmp_path):
     ppo = {"orchestrator": {"algo": {"type": "ppo"}, "num_train_workers": 2}}
     cfg = rl(tmp_path, of_ppo({"placement": {}}), model={"tp": 2}, **ppo)
@@ -176,7 +176,7 @@ def test_a_critic_on_ranks_of_its_own_has_the_stages_of_the_policy(tmp_path):
         check_shape(rl(tmp_path, of_ppo({"placement": {}}), model={"ep": 2}, **ppo))
 
 
-@needs("megatron")
+@needs("critic", "megatron")
 def test_what_a_critic_computes_again_is_checked_too(tmp_path):
     hub.save_hf(hub.random_model(ScratchSection(family="qwen3", num_layers=2), 50), tmp_path)
     ppo = {"orchestrator": {"algo": {"type": "ppo"}}}

@@ -74,13 +74,6 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
         "rl", '[orchestrator.algo]\ntype = "ppo"\n' + ENV, {},
         ['"ppo" sends scores as they are; add [trainer.advantages]'],
     ),
-    "a critic for another implementation": (
-        "rl",
-        '[model]\nimpl = "hf"\n[orchestrator.algo]\ntype = "ppo"\n[trainer.advantages]\ntype = "gae"\n'
-        "[trainer.critic]\nlr = 1e-5\n" + ENV,
-        {},
-        ["trainer.critic needs a network of our own", 'use impl = "custom"'],
-    ),
     "a schedule that does not fit": (
         "sft", "max_steps = 5\n[scheduler]\ntype = \"linear\"\nwarmup_steps = 9\n" + SFT, {},
         ["scheduler", "must fit into max_steps = 5"],

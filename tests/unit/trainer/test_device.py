@@ -50,7 +50,6 @@ from stretto.models.value_head import with_value_head
 from stretto.records.sample import MicroBatch
 from stretto.records.support import Support
 from stretto.trainer.batch.metrics import StepSums
-from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
 from stretto.trainer.optim import offload
 from stretto.trainer.parallel import memory
@@ -185,7 +184,7 @@ def test_the_stand_in_allows_what_cuda_allows():
     [
         {},
         {"optim": SgdOptim(lr=0.1, momentum=0.9)},
-        {"optim": MuonOptim(lr=1e-2)},
+        pytest.param({"optim": MuonOptim(lr=1e-2)}, marks=needs("optimizers")),
         {"loss": IpoLoss(entropy_coef=0.01)},
         {"loss": PpoLoss(reduction="sample", clip_dual=3.0)},
         {"loss": GspoLoss(reduction="sample")},
@@ -289,7 +288,11 @@ def test_activations_that_wait_in_cpu_memory(monkeypatch):
         assert_same(plain, found, 1e-4)
 
 
-@pytest.mark.parametrize("optim", [AdamWOptim(lr=1e-2), MuonOptim(lr=1e-3)], ids=lambda optim: optim.type)
+@pytest.mark.parametrize(
+    "optim",
+    [AdamWOptim(lr=1e-2), pytest.param(MuonOptim(lr=1e-3), marks=needs("optimizers"))],
+    ids=lambda optim: optim.type,
+)
 def test_optimizer_state_that_waits_in_cpu_memory(optim, monkeypatch):
     monkeypatch.setattr(offload, "BUCKET_BYTES", 1 << 14)
     with pretended() as device:
@@ -302,7 +305,11 @@ def test_optimizer_state_that_waits_in_cpu_memory(optim, monkeypatch):
     assert_same(*results, 1e-6)
 
 
-@pytest.mark.parametrize("advantages", [GaeAdvantages(), ShapedAdvantages(kl_coef=0.1)], ids=lambda a: a.type)
+@pytest.mark.parametrize(
+    "advantages",
+    [pytest.param(GaeAdvantages(), marks=needs("critic")), ShapedAdvantages(kl_coef=0.1)],
+    ids=lambda a: a.type,
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_with_a_critic_and_several_updates(advantages, dtype):
     has_critic = isinstance(advantages, GaeAdvantages)
@@ -312,6 +319,8 @@ def test_steps_with_a_critic_and_several_updates(advantages, dtype):
     def work(place):
         critic = None
         if section is not None:
+            from stretto_critic.critic import Critic
+
             network = with_value_head(place(build_policy(3).to(number_type)))
             critic = Critic(
                 network, section=section, model=ModelSection(dtype=dtype), optim=AdamWOptim(lr=1e-2, eps=1e-2)
@@ -319,7 +328,7 @@ def test_steps_with_a_critic_and_several_updates(advantages, dtype):
         loss = PpoLoss() if has_critic else PpoLoss(reference_kl=ReferenceKlSection(coef=0.1))
         reference = None if has_critic else place(build_policy(4).to(number_type))
         learner = build(
-            place, build_policy().to(number_type), loss=loss, critic=critic, reference=reference, model={"dtype": dtype}
+            place, build_policy().to(number_type), loss=loss, valuer=critic, reference=reference, model={"dtype": dtype}
         )  # fmt: skip
         updates = Updates(
             learner,

@@ -12,15 +12,12 @@ from tiny import build_policy, documents, pack
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ActivationCheckpointSection, LoRASection, ModelSection
-from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler, CriticSection
+from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models.attention import PackedLayout
 from stretto.models.hf import load_hf_model
 from stretto.models.hub import save_hf
 from stretto.models.moe import Routing
-from stretto.models.value_head import with_value_head
-from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
-from stretto.trainer.optim.muon import find_matrices
 from stretto.trainer.parallel import memory
 from stretto.trainer.parallel.memory import ActivationOffload, prepare_blocks
 
@@ -230,22 +227,3 @@ def test_whole_blocks_of_transformers_models_are_computed_again_too(family, tmp_
     assert all(torch.equal(grads[1][name], gradient) for name, gradient in grads[0].items())
     with pytest.raises(ConfigError, match='mode = "selective" needs impl = "custom"'):
         prepare_blocks(policy, ModelSection(ac={"mode": "selective"}))
-
-
-def test_muon_finds_the_matrices_of_a_transformers_model(tmp_path):
-    save_hf(build_policy(**MOE), tmp_path)
-    found = find_matrices(load_hf_model(tmp_path, dtype=torch.float32))
-    assert len(found) == 2 * (4 + 1 + 2) and not any("embed" in name or "norm" in name for name in found)
-
-
-def test_a_critic_computes_again_what_its_own_section_says():
-    values = {}
-    for ac in (None, ActivationCheckpointSection(num_blocks=1)):
-        network = with_value_head(build_policy(seed=1, **SHAPE))
-        critic = Critic(network, section=CriticSection(ac=ac), model=ModelSection(), optim=AdamWOptim())
-        assert ["forward" in vars(block) for block in network.model.layers] == [ac is not None, False]
-        row = pack(documents())
-        numbers = np.linspace(0, 1, len(row.token_ids), dtype=np.float32)
-        critic.forward_backward([replace(row, values=numbers * 0, returns=numbers)])
-        values[ac is None] = [p.grad for p in critic.network.weights.parameters]
-    assert all(torch.equal(a, b) for a, b in zip(values[True], values[False], strict=True))

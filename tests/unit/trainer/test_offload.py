@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from processes.add_ons import needs
 from tiny import build_policy, documents, pack
 
 from stretto.base.errors import ConfigError
@@ -23,7 +24,7 @@ from stretto.trainer.optim.offload import StreamedOptimizer
 from stretto.trainer.ranks.mesh import build_mesh
 from stretto.trainer.state.learner_state import LearnerState
 
-OPTIMS = (AdamWOptim(lr=1e-2), SgdOptim(lr=1e-2), MuonOptim(lr=1e-2))
+OPTIMS = (AdamWOptim(lr=1e-2), SgdOptim(lr=1e-2), pytest.param(MuonOptim(lr=1e-2), marks=needs("optimizers")))
 
 
 def build(optim, bucket_bytes=None, dtype="float32"):

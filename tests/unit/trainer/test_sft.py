@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from processes import forked
+from processes.add_ons import needs
 from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
 
 from stretto.base.errors import ConfigError, DataError
@@ -50,7 +51,10 @@ def test_memory_settings_leave_the_weights_as_they_are_without(tmp_path):
     assert same_weights(found["plain"], found["again"]) and same_weights(found["plain"], found["parts"])
 
 
-@pytest.mark.parametrize("changes", [{"optim": {"type": "muon", "lr": 3e-3}}, {"fp8": "reference"}], ids=str)
+UNDER_MUON = pytest.param({"optim": {"type": "muon", "lr": 3e-3}}, marks=needs("optimizers"))
+
+
+@pytest.mark.parametrize("changes", [UNDER_MUON, {"fp8": "reference"}], ids=str)
 def test_loss_falls_under_muon_and_in_8_bits(tmp_path, changes):
     if "fp8" in changes:
         changes = {"model": {"scratch": SCRATCH} | changes}

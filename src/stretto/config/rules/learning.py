@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from stretto.config.root import OrchestratorConfig, RLConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, matching
 from stretto.config.sections import algorithm
@@ -153,18 +151,11 @@ def scored_algos(cfg: RLConfig, at: At) -> Problems:
             yield Problem((kind, table), f"{whiten}: {what}")
 
 
-def critic(s: TrainerKeys, at: At) -> Problems:
-    """A critic and the advantages that need its values."""
-    rate, optim, kind = at("critic.lr"), at("critic.optim"), at("advantages.type")
-    values, table = at("critic"), at("advantages")
-    if s.critic is not None and s.critic.lr and s.critic.optim is not None:
-        yield Problem((rate, optim), f"{rate} beside [{optim.path}]: give the rate there, as {optim.path}.lr")
-    needs_values = s.advantages is not None and s.advantages.type == "gae"
-    if needs_values and s.critic is None:
-        yield Problem((kind, values), f"{kind} needs values; add [{values.path}]")
-    if s.critic is not None and not needs_values:
-        what = f'trains values that are not used; add [{table.path}] with type = "gae", or drop it'
-        yield Problem((values, table), f"{values.path} {what}")
+def values(s: TrainerKeys, at: At) -> Problems:
+    """Advantages that need values have what estimates them; one thing holds the policy to a reference."""
+    kind, critic = at("advantages.type"), at("critic")
+    if s.advantages is not None and s.advantages.type == "gae" and s.critic is None:
+        yield Problem((kind, critic), f"{kind} needs values; add [{critic.path}]")
     in_reward, in_loss = at("advantages.kl_coef"), at("loss.reference_kl")
     if s.advantages is not None and s.advantages.kl_coef and s.loss.reference_kl is not None:
         what = "both hold the policy to a reference, in the reward and in the loss; drop one"
@@ -173,12 +164,9 @@ def critic(s: TrainerKeys, at: At) -> Problems:
 
 def updates(s: TrainerKeys, at: At) -> Problems:
     """Bounds on changes within a step need several updates; a loss of the user's is the whole loss."""
-    if s.updates_per_step * s.epochs_per_step == 1:
-        why = "one update per step: nothing has moved"
-        if is_without_ratio(s.loss):
-            bounds = [f"loss.{key}" for key in RATIO_BOUNDS]
-            yield from idle(at, bounds, "loss.use_rollout_logprobs", "raise updates_per_step", why=why)
-        yield from idle(at, "critic.value_clip", "updates_per_step", "raise that", why=why)
+    if s.updates_per_step * s.epochs_per_step == 1 and is_without_ratio(s.loss):
+        bounds, why = [f"loss.{key}" for key in RATIO_BOUNDS], "one update per step: nothing has moved"
+        yield from idle(at, bounds, "loss.use_rollout_logprobs", "raise updates_per_step", why=why)
     if s.hooks.loss is None:
         return
     keys = ("hooks.tis", "hooks.pg_loss_reducer", "loss.entropy_coef", "loss.reference_kl", "loss.correction")
@@ -190,7 +178,7 @@ def updates(s: TrainerKeys, at: At) -> Problems:
 
 def own_layers(s: TrainerSection, at: At) -> Problems:
     """What a user's functions of the trainer do not go with."""
-    writes, wire, model, values = map(at, ("hooks.post_write", "weight_broadcast.type", "hooks.model", "critic"))
+    writes, wire, model = map(at, ("hooks.post_write", "weight_broadcast.type", "hooks.model"))
     if s.hooks.post_write is not None and s.weight_broadcast.type != "filesystem":
         what = "is called when the files of a version are written"
         yield Problem((writes, wire), f'{writes} {what}, and {wire} writes none; use type = "filesystem"')
@@ -201,22 +189,6 @@ def own_layers(s: TrainerSection, at: At) -> Problems:
         if degree.held not in (1, "auto"):
             what = f"{model} changes whole layers, and {degree} cuts them; use ranks of their own instead"
             yield Problem((model, degree), f"{what}, num_train_workers")
-    if s.critic is not None:
-        what = f"{model} changes the policy, and [{values.path}] would be another model; leave one of them out"
-        yield Problem((model, values), what)
-
-
-def critic_network(s: TrainerSection, at: At) -> Problems:
-    """A critic's network has a value output, and the policy learns, too."""
-    values, impl, alone = at("critic"), at("model.impl"), at("critic.num_critic_only_steps")
-    if s.critic is None:
-        return
-    if s.model.impl == "hf":
-        what = f'needs a network of our own: {impl} has no value output; use impl = "custom"'
-        yield Problem((values, impl), f"{values.path} {what}")
-    if s.critic.num_critic_only_steps >= (s.max_steps or math.inf):
-        steps = at("max_steps")
-        yield Problem((alone, steps), f"{alone} must be below {steps}, or the policy never learns; lower it")
 
 
 def shaping(s: KlShapingSection, at: At) -> Problems:
@@ -415,8 +387,8 @@ def high_rate(s: AdamWOptim, at: At) -> Problems:
 RULES: Rules = {
     LossSection: (loss_terms, correction),
     algorithm.RatioSection: (ratio_range,),
-    TrainerKeys: (updates, critic),
-    TrainerSection: (own_layers, critic_network),
+    TrainerKeys: (updates, values),
+    TrainerSection: (own_layers,),
     KlShapingSection: (shaping,),
     CreditSection: (length_penalty,),
     algorithm.TurnCredit: (credit_weights,),

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.batches import is_address, urls
-from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, value_of
+from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, valid_divisors, value_of
 from stretto.config.sections.inference import InferenceSection
 
 LOOPBACK = "127.0.0.1"
@@ -99,11 +99,6 @@ def replicas(c: RLConfig, at: At) -> Problems:
     if valid := valid_divisors(c.orchestrator.num_train_workers, c.model.dp_replicate):
         rule = f"{copies} does not divide {workers} data-parallel ranks; valid: {valid}"
         yield Problem((copies, workers), rule)
-
-
-def valid_divisors(number: int, divisor: int) -> str:
-    """The divisors of a number, if the given one is none; else ""."""
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0) if number % divisor else ""
 
 
 def servers(c: RLConfig, at: At) -> Problems:
@@ -364,40 +359,14 @@ def nodes_of_engines(c: RLConfig, at: At) -> Problems:
 
 
 def critic(c: RLConfig, at: At) -> Problems:
-    """A critic on ranks of its own: their number divides the policy's, and it has as many GPUs."""
-    place, ids, number = map(at, ("trainer.critic.placement", "critic_gpu_ids", "deployment.num_critic_gpus"))
+    """GPUs of a critic are for one on ranks of its own."""
+    place = at("trainer.critic.placement")
     if c.critic_placement is None:
-        for key in (ids, number, at("deployment.num_critic_nodes"), at("deployment.critic_gpus_per_node")):
+        on_nodes = ("deployment.num_critic_nodes", "deployment.critic_gpus_per_node")
+        for key in map(at, ("critic_gpu_ids", "deployment.num_critic_gpus", *on_nodes)):
             if key.held is not None:
                 rule = f"does nothing without [{place.path}]; add that, or leave it out"
                 yield Problem((key, place), f"{key.path} {rule}")
-        return
-    workers, policy = at("trainer.critic.placement.num_workers"), at("orchestrator.num_train_workers")
-    if valid := valid_divisors(c.orchestrator.num_train_workers, c.critic_placement.num_workers):
-        rule = f"each of its ranks has the batches of as many of the policy's; valid: {valid}"
-        yield Problem((workers, policy), f"{workers} does not divide {policy}: {rule}")
-    gpus = len(ids.held) if ids.held else number.held
-    if gpus and gpus != c.num_critic_ranks:
-        key = ids if ids.held else number
-        stages = " x trainer.megatron.pp" if c.trainer.megatron is not None else ""
-        way = f"give {c.num_critic_ranks} (num_workers x model.cp x model.tp{stages}), or leave num_workers out"
-        yield Problem((workers, key), f"{workers} but {key.path} gives {gpus} GPUs; {way}")
-    for other in (at("trainer_gpu_ids"), at("inference_gpu_ids")):
-        if shared := sorted({*(ids.held or ())} & {*(other.held or ())}):
-            what = f"share GPU {', '.join(map(str, shared))}, and both compute at once"
-            way = f"give the critic others, or leave {place.path} out"
-            yield Problem((ids, other), f"{ids} and {other} {what}; {way}")
-    shape = c.deployment
-    if shape.type == "multi_node":
-        each, nodes = shape.critic_gpus_per_node, shape.num_critic_nodes or shape.num_train_nodes
-        count = shape.gpus_per_node if each is None else each
-        needed, own, node = nodes * max(1, count), at("deployment.critic_gpus_per_node"), at("deployment.gpus_per_node")
-        if bool(count) != bool(shape.gpus_per_node):
-            rule = "trainer and critic are both on GPUs, or both on CPUs; make them agree"
-            yield Problem((own, node), f"{own} with {node}: {rule}")
-        elif c.num_critic_ranks != needed:
-            rule = f"its {nodes} nodes of {count} GPUs make {needed} ranks; leave num_workers out"
-            yield Problem(workers, f"{workers}: {rule}")
 
 
 # -- processes that share GPUs --
@@ -408,7 +377,7 @@ def colocation(c: RLConfig, at: At) -> Problems:
     section, s, table = c.colocate, c.inference, at("colocate")
     if section is None:
         return
-    levels, place, device = at("orchestrator.max_async_level"), at("trainer.critic.placement"), at("inference.device")
+    levels, device = at("orchestrator.max_async_level"), at("inference.device")
     if c.orchestrator.max_async_level:
         rule = "engines sleep while the trainer trains; use 0, or leave it out"
         yield Problem((levels, table), f"{levels} with [{table.path}]: {rule}")
@@ -416,9 +385,6 @@ def colocation(c: RLConfig, at: At) -> Problems:
         way = "make one of its keys true, or leave it out"
         yield Problem(table, f"[{table.path}]: no process would free memory; {way}")
     yield from _colocated_nodes(c, at)
-    if c.critic_placement is not None:
-        rule = "a critic on ranks of its own takes no turns; leave it out: then it is on the trainer's ranks"
-        yield Problem((place, table), f"[{place.path}] with [{table.path}]: {rule}")
     if s is None:
         engines = at("inference")
         rule = f"with [{table.path}] the run starts its engines; leave one of them out"

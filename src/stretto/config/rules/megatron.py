@@ -45,15 +45,6 @@ def network(s: TrainerSection, at: At) -> Problems:
                 yield Problem(at(path), f"{at(path)} with {backend}: {why}")
     if s.optim.type != "adamw":
         yield Problem(kind, f'{kind} with {backend}: its optimizer is AdamW; use type = "adamw"')
-    if s.critic is not None and s.critic.optim is not None and s.critic.optim.type != "adamw":
-        own = at("critic.optim.type")
-        yield Problem(own, f'{own} with {backend}: its optimizer is AdamW; use type = "adamw"')
-    if s.critic is not None and s.critic.ac is not None and s.megatron is not None:
-        own = at("critic.ac")
-        for name in filter(lambda each: each.startswith("recompute_"), s.megatron.overrides):
-            given = at(f"megatron.overrides.{name}")
-            rule = "arguments of Megatron's come last, for policy and critic; leave one of them out"
-            yield Problem((own, given), f"[{own.path}] with {given.path}: {rule}")
 
 
 def section_in_use(s: TrainerKeys, at: At) -> Problems:

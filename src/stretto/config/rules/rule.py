@@ -133,3 +133,8 @@ def below(section: Section, path: str) -> At:
 def of_part(section: Section, part: str) -> At:
     """The section of a process of `rl`: some of its keys are the run's."""
     return At(section, lambda key: key if key.partition(".")[0] in SHARED_KEYS else f"{part}.{key}")
+
+
+def valid_divisors(number: int, divisor: int) -> str:
+    """The divisors of a number, if the given one is none; else ""."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0) if number % divisor else ""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from stretto import addons
 from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
 from stretto.check.models import needs_vllm
@@ -145,6 +146,7 @@ def _check_reward_model(name: str, section: FrozenModelSection) -> str:
     Raises: ConfigError for one that stretto does not start.
     """
     key = f"models.{name}"
+    addons.check("stretto.engines", "scorer", f"{key}.model = {section.model!r}, a reward model,")
     own = f"start `vllm serve {section.model}` yourself and give its address as {key}.base_url"
     if section.engine == "vllm":
         raise ConfigError(f'{key}.engine = "vllm" does not start a reward model; leave the key out, or {own}')

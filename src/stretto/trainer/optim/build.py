@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from stretto import addons
 from stretto.base.errors import ConfigError, DataError
-from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim, SignSgdOptim
+from stretto.config.sections.trainer import AdamWOptim, Optim, SgdOptim
 from stretto.models.decoder import Decoder
 from stretto.models.hf import HFDecoder, Policy
 from stretto.models.tensor_map import Shape, TensorSlice
-from stretto.trainer.optim.muon import Muon, find_matrices
 from stretto.trainer.optim.offload import StreamedOptimizer
-from stretto.trainer.optim.sign_sgd import SignSgd
 from stretto.trainer.optim.uncompiled import SGD, AdamW
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo
@@ -55,8 +54,6 @@ def build_optimizer(
 def _build_optimizer(named: dict[str, nn.Parameter], cfg: Optim, weights: TrainedWeights) -> torch.optim.Optimizer:
     parameters = list(named.values())
     match cfg:
-        case MuonOptim():
-            return Muon(named, cfg, matrices=find_matrices(weights.module), apply_to_whole=weights.apply_to_whole)
         case AdamWOptim():
             return AdamW(
                 parameters,
@@ -66,8 +63,6 @@ def _build_optimizer(named: dict[str, nn.Parameter], cfg: Optim, weights: Traine
                 weight_decay=cfg.weight_decay,
                 fused=True,
             )
-        case SignSgdOptim():
-            return SignSgd(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay)
         case SgdOptim():
             return SGD(
                 parameters,
@@ -77,6 +72,7 @@ def _build_optimizer(named: dict[str, nn.Parameter], cfg: Optim, weights: Traine
                 nesterov=cfg.nesterov and cfg.momentum > 0,
                 fused=True,
             )
+    return addons.load("stretto.optimizers", cfg.type, f'[optim] type = "{cfg.type}"')(named, cfg, weights)
 
 
 class TrainedWeights(ABC):
@@ -124,14 +120,6 @@ class TrainedWeights(ABC):
     @abstractmethod
     def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
         """This rank's part of a weight, or of its optimizer state, as a slice of the whole tensor."""
-
-    @abstractmethod
-    def apply_to_whole(
-        self,
-        parts: Mapping[str, Tensor],
-        compute: Callable[[str, Float[Tensor, "*stack rows columns"]], Float[Tensor, "*stack rows columns"]],
-    ) -> dict[str, Tensor]:
-        """Apply `compute` to whole matrices; this rank's parts of the results."""
 
     @abstractmethod
     def all_slices(self) -> dict[str, TensorSlice]:
@@ -199,14 +187,6 @@ class MasterWeights(TrainedWeights):
     def slice_of(self, name: str, value: Shaped[Tensor, " ..."]) -> TensorSlice:
         """The whole value."""
         return TensorSlice.whole(value)
-
-    def apply_to_whole(
-        self,
-        parts: Mapping[str, Tensor],
-        compute: Callable[[str, Float[Tensor, "*stack rows columns"]], Float[Tensor, "*stack rows columns"]],
-    ) -> dict[str, Tensor]:
-        """Apply `compute` to every part, which is a whole matrix on one rank."""
-        return {name: compute(name, part) for name, part in parts.items()}
 
     def copy_to_model(self) -> None:
         if self.are_copies:

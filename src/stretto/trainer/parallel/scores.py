@@ -1,8 +1,8 @@
 """What a forward pass computes for the trained tokens of a micro batch, on any mesh: log-probabilities, or values.
 
-Policy, reference, critic and the tenants of a service are all scored here. If the axis cp splits the tokens of a row,
-each rank scores its own tokens (parallel/context.py), and so do ranks of tp that split them (parallel/sequence.py). All
-of them get the scores of all tokens: losses over whole samples work unchanged.
+Policy, reference, a valuer and the tenants of a service are all scored here. If the axis cp splits the tokens of a
+row, each rank scores its own tokens (parallel/context.py), and so do ranks of tp that split them
+(parallel/sequence.py). All of them get the scores of all tokens: losses over whole samples work unchanged.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def compute_logprobs(
 
 
 def compute_values(
-    critic: Decoder, inputs: PassInputs, mesh: Mesh, model: ModelSection, *, routing: Routing | None = None
+    module: Decoder, inputs: PassInputs, mesh: Mesh, model: ModelSection, *, routing: Routing | None = None
 ) -> Float[Tensor, " trained"]:
-    """The critic's value, or a reward model's score, before every trained token."""
+    """The value or a reward model's score before every trained token."""
     # Tokens that samples share have one value, however many samples these are.
     one_by_one = torch.arange(len(inputs.rows), device=inputs.rows.device)
-    hidden, tokens = _hidden_states(critic, replace(inputs, predictors=one_by_one), mesh, model, routing)
-    values = tokens.gather(head_logits(hidden, critic.output_weight).squeeze(1))
+    hidden, tokens = _hidden_states(module, replace(inputs, predictors=one_by_one), mesh, model, routing)
+    values = tokens.gather(head_logits(hidden, module.output_weight).squeeze(1))
     return values.index_select(0, inputs.predictors)
 
 

@@ -11,7 +11,6 @@ FSDP2 and DTensor take nearly a second to import, so only what runs on several r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +33,6 @@ from stretto.trainer.parallel.memory import find_blocks, find_vision_blocks, rec
 from stretto.trainer.parallel.sequence import split_tokens
 from stretto.trainer.parallel.tensor import cut_layers
 from stretto.trainer.parallel.token_dispatcher import build_token_dispatcher
-from stretto.trainer.parallel.whole_matrices import apply_to_whole, find_sharding
 from stretto.trainer.ranks.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -131,7 +129,10 @@ def _shard(policy: Policy, mesh: Mesh, section: ModelSection) -> None:
 
 
 class ShardedWeights(TrainedWeights):
-    """The weights of a parallelised policy; `parameters` share memory with the policy's."""
+    """The weights of a parallelised policy; `parameters` share memory with the policy's.
+
+    features: by name the dim that ranks of tp cut.
+    """
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class ShardedWeights(TrainedWeights):
         export_dtype: torch.dtype,
     ) -> None:
         self.module, self.mesh = policy, mesh
-        self._features, self._experts, self._partial = features, experts, partial
+        self.features, self._experts, self._partial = features, experts, partial
         # Parameters of which ranks of tp have different parts.
         self._differing = features.keys() | (_expert_names(policy) if mesh.degrees.splits_tokens else set())
         self.export_dtype = export_dtype
@@ -196,18 +197,6 @@ class ShardedWeights(TrainedWeights):
 
     # -- whole tensors --
 
-    def apply_to_whole(
-        self,
-        parts: Mapping[str, Tensor],
-        compute: Callable[[str, Float[Tensor, "*stack rows columns"]], Float[Tensor, "*stack rows columns"]],
-    ) -> dict[str, Tensor]:
-        """Apply `compute` to whole matrices, each on one rank; this rank's parts of the results."""
-        named = {name: self._trained[name] for name in parts}
-        cuts = {name: find_sharding(p, self._features.get(name), self.mesh.tp_group) for name, p in named.items()}
-        shapes = {name: p.shape for name, p in named.items()}
-        dtype = torch.bfloat16 if self.mesh.device.type == "cuda" else torch.float32
-        return apply_to_whole(parts, shapes, cuts, compute, dtype)
-
     def gather_tensor(self, name: str, part: Shaped[Tensor, " ..."]) -> Shaped[Tensor, " ..."]:
         """Gather a weight on every rank, each of which gives its part; all ranks must call it."""
         from torch.distributed.tensor import DTensor
@@ -223,7 +212,7 @@ class ShardedWeights(TrainedWeights):
                 stride=parameter.stride(),
             )
             part = sharded.full_tensor()
-        for cuts, group in ((self._features, self.mesh.tp_group), (self._experts, self.mesh.ep_group)):
+        for cuts, group in ((self.features, self.mesh.tp_group), (self._experts, self.mesh.ep_group)):
             if name in cuts:
                 part = all_gather(part, cuts[name], group)
         return part
@@ -241,7 +230,7 @@ class ShardedWeights(TrainedWeights):
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
             start = list(offset)
-        cuts = ((self._features, mesh.tp_rank, mesh.degrees.tp), (self._experts, mesh.ep_rank, mesh.degrees.ep))
+        cuts = ((self.features, mesh.tp_rank, mesh.degrees.tp), (self._experts, mesh.ep_rank, mesh.degrees.ep))
         for dims, rank, degree in cuts:
             if name in dims:
                 dim = dims[name]

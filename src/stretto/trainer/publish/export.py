@@ -21,7 +21,6 @@ from stretto.models import hub
 from stretto.models.decoder import Decoder
 from stretto.models.lora import save_adapter
 from stretto.models.value_head import HEAD_NAME, SCORE_NAME, classification_config, has_value_head
-from stretto.trainer.critic import Critic
 from stretto.trainer.optim.build import MasterWeights, TrainedWeights
 from stretto.trainer.parallel.weights import gather_peft_adapter, save_weights
 from stretto.trainer.ranks.mesh import Mesh
@@ -56,17 +55,8 @@ def export_weights(
     return target
 
 
-def export_critic(critic: Critic, target: Path, tokenizer_dir: Path) -> None:
-    """Write the critic as a classification model with one label; all ranks must call it."""
-    start, weights = time.perf_counter(), critic.network.weights
-    with new_directory(target, weights.mesh) as directory:
-        _write(weights, directory, tokenizer_dir)
-    if weights.mesh.is_lead:
-        logger.info("exported the critic to %s in %.2fs", target, time.perf_counter() - start)
-
-
 def export_model(weights: TrainedWeights, target: Path, tokenizer_dir: Path) -> None:
-    """Write the policy as a model directory; all ranks must call it."""
+    """Write a model directory, with a value head that of a classification model; all ranks must call it."""
     with new_directory(target, weights.mesh) as directory:
         _write(weights, directory, tokenizer_dir)
 

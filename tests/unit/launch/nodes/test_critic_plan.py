@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cases import plans
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.launch.plan import plan as planning
@@ -63,6 +64,7 @@ def test_over_several_machines_it_is_beside_the_trainer_or_behind_it(config):
     assert {spec.node for spec in behind.processes if spec.role == "inference"} == {2}
 
 
+@needs("critic")
 @pytest.mark.parametrize(
     ("words", "said"),
     [

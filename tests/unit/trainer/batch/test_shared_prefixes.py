@@ -19,10 +19,8 @@ from stretto.config.sections.algorithm import (
     WeightsSection,
 )
 from stretto.config.sections.model import LoRASection, ModelSection
-from stretto.config.sections.trainer import ConstantScheduler, CriticSection, SgdOptim, TrainerSection
-from stretto.models.value_head import with_value_head
+from stretto.config.sections.trainer import ConstantScheduler, SgdOptim, TrainerSection
 from stretto.trainer.batch.pass_inputs import build_pass_inputs
-from stretto.trainer.critic import Critic
 from stretto.trainer.learner import Learner
 from stretto.trainer.parallel.scores import sharing_of
 from stretto.trainer.ranks.mesh import Mesh
@@ -187,36 +185,6 @@ def test_models_with_a_state_compute_each_sample(family):
         build_policy(family=family), model=model, optim=SgdOptim(), scheduler=ConstantScheduler(), max_steps=None
     )
     assert learner.network.sharing == "off"
-
-
-def test_values_of_a_critic_are_those_of_samples_alone():
-    mb, found = pack(branches(6)), []
-    for sharing in ("tree", "off"):
-        network = with_value_head(build_policy(1))
-        network.lm_head.weight.data = torch.linspace(-0.5, 0.5, network.lm_head.weight.shape[1])[None]
-        model = ModelSection(dtype="float32", shared_prefixes=sharing)
-        critic = Critic(network, section=CriticSection(), model=model, optim=SgdOptim(lr=1e-3))
-        assert critic.network.sharing == sharing
-        values = critic.values([mb])[0]
-        returns = np.linspace(-1, 1, len(values)).astype(np.float32) * mb.loss_mask
-        critic.train([replace(mb, values=values, returns=returns)], 1)
-        found.append((values, {name: p.detach().clone() for name, p in network.named_parameters()}))
-    assert np.abs(found[1][0]).max() > 0.1
-    np.testing.assert_allclose(found[0][0], found[1][0], atol=2e-6)
-    for name, weight in found[1][1].items():
-        torch.testing.assert_close(found[0][1][name], weight, atol=1e-6, rtol=1e-5)
-
-
-def test_rows_are_those_of_samples_alone_if_a_critic_computes_each_sample():
-    """It gets the policy's rows, and one that is packed by what samples share would be too long for it."""
-    said = []
-    for sharing in ("tree", "off"):
-        model = ModelSection(dtype="float32", shared_prefixes=sharing)
-        critic = Critic(with_value_head(build_policy(1)), section=CriticSection(), model=model, optim=SgdOptim(lr=1e-3))
-        learner = build_learner(build_policy(), optim=SgdOptim(lr=1e-3), critic=critic)
-        assert learner.network.sharing == "tree"
-        said.append(learner.shares_prefixes)
-    assert said == [True, False] and build_learner(build_policy(), optim=SgdOptim(lr=1e-3)).shares_prefixes
 
 
 def test_parts_of_a_step_are_packed_by_what_they_share():

@@ -6,38 +6,23 @@ import threading
 
 import pytest
 import torch
+from critic_cases import build_critic, scored
 from ports import free_port
-from tiny import build_learner, build_policy, documents, pack
+from tiny import build_learner, pack
 
 from stretto.base.errors import ENDED_FIRST, ConfigError, DataError, EngineError
 from stretto.base.paths import RunDir
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.algorithm import GaeAdvantages, PpoLoss
-from stretto.config.sections.model import ModelSection
-from stretto.config.sections.trainer import AdamWOptim, CkptSection, CriticPlacement, CriticSection
-from stretto.models.value_head import with_value_head
-from stretto.trainer import critic_wire
-from stretto.trainer.critic import Critic
-from stretto.trainer.critic_ranks import CriticProcess
-from stretto.trainer.critic_wire import RemoteCritic, Roles, open_wire
+from stretto.config.sections.trainer import CkptSection, CriticPlacement, CriticSection
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state import checkpoint
 from stretto.trainer.updates import Updates
+from stretto_critic import wire
+from stretto_critic.ranks import CriticProcess
+from stretto_critic.wire import RemoteCritic, Roles, open_wire
 
-MODEL = ModelSection(dtype="float32", optimization_dtype="float32")
 MESH = Mesh.single_rank(torch.device("cpu"))
-
-
-def scored():
-    """Documents whose tokens all have the score of their document, as the orchestrator sends them."""
-    docs = documents()
-    for doc in docs:
-        doc["advantages"][:] = doc["loss_mask"] * doc["advantages"].sum()
-    return docs
-
-
-def build_critic(section: CriticSection) -> Critic:
-    return Critic(with_value_head(build_policy(3)), section=section, model=MODEL, optim=AdamWOptim(lr=1e-2))
 
 
 def config(directory, **changes) -> TrainerConfig:
@@ -63,9 +48,15 @@ class OtherThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.process.run(open_wire(self.cfg, MESH, is_critic=True, timeout_s=30))
+            self.process.run(open_wire(self.cfg, MESH, is_critic=True))
         except Exception as error:
             self.error = error
+
+
+def connected(cfg: TrainerConfig) -> RemoteCritic:
+    remote = RemoteCritic(cfg, MESH)
+    remote.connect()
+    return remote
 
 
 def tensors(module):
@@ -80,23 +71,23 @@ def rotated(docs, by):
 @pytest.mark.parametrize("changes", [{}, {"updates_per_step": 2, "epochs_per_step": 2}])
 def test_its_weights_and_the_policys_are_those_of_a_critic_on_shared_ranks(changes, tmp_path):
     cfg, docs = config(tmp_path, **changes), scored()
-    shared = build_learner(loss=PpoLoss(), critic=build_critic(cfg.critic), frozen_steps=1)
+    shared = build_learner(loss=PpoLoss(), valuer=build_critic(cfg.critic))
     other = OtherThread(cfg)
-    learner = build_learner(loss=PpoLoss(), has_critic_elsewhere=True, frozen_steps=1)
-    remote = RemoteCritic(open_wire(cfg, MESH, is_critic=False, timeout_s=30), MESH, cfg.critic)
-    remote.wait_ready(0)
-    by_shared, by_own = Updates(shared, cfg), Updates(learner, cfg, remote)
+    remote = connected(cfg)
+    remote.begin(0)
+    learner = build_learner(loss=PpoLoss(), valuer=remote)
+    by_shared, by_own = Updates(shared, cfg), Updates(learner, cfg)
     for by in (3, 1, 2):
         expected, found = by_shared.train(rotated(docs, by)), by_own.train(rotated(docs, by))
         waits = {name: found.pop(name) for name in ("time/wait_for_values", "time/wait_for_critic")}
         assert found == expected and all(wait >= 0 for wait in waits.values())
-    remote.command("save")
+    remote.save()
     remote.flush()
-    assert remote.saved == {3}
-    remote.command("end")
+    assert remote.has_saved(3) and not remote.has_saved(2)
+    remote.end()
     other.join(30)
     assert other.error is None and not other.is_alive()
-    for ours, theirs in ((learner.policy, shared.policy), (other.critic.module, shared.critic.module)):
+    for ours, theirs in ((learner.policy, shared.policy), (other.critic.module, shared.valuer.module)):
         for one, two in zip(tensors(ours), tensors(theirs)):
             torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
     saver = checkpoint.Saver(cfg.run_dir, is_async=False, on_written=lambda step: None)
@@ -117,34 +108,34 @@ def test_tokens_that_a_users_function_masks_are_not_the_critics_either(tmp_path,
     (tmp_path / f"{name}.py").write_text(HALVES)
     monkeypatch.syspath_prepend(str(tmp_path))
     cfg = config(tmp_path, hooks={"data_postprocess": f"{name}:second_half"})
-    shared = build_learner(loss=PpoLoss(), critic=build_critic(cfg.critic), frozen_steps=1)
+    shared = build_learner(loss=PpoLoss(), valuer=build_critic(cfg.critic))
     other = OtherThread(cfg)
-    learner = build_learner(loss=PpoLoss(), has_critic_elsewhere=True, frozen_steps=1)
-    remote = RemoteCritic(open_wire(cfg, MESH, is_critic=False, timeout_s=30), MESH, cfg.critic)
-    remote.wait_ready(0)
+    remote = connected(cfg)
+    remote.begin(0)
+    learner = build_learner(loss=PpoLoss(), valuer=remote)
     for by in (3, 1):
         batch = rotated(scored(), by)
-        expected, found = Updates(shared, cfg).train(batch), Updates(learner, cfg, remote).train(batch)
+        expected, found = Updates(shared, cfg).train(batch), Updates(learner, cfg).train(batch)
         assert {name: found[name] for name in expected} == expected
-    remote.command("end")
+    remote.end()
     other.join(30)
     assert other.error is None
-    for one, two in zip(tensors(other.critic.module), tensors(shared.critic.module)):
+    for one, two in zip(tensors(other.critic.module), tensors(shared.valuer.module)):
         torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
 
 
 def _check_either_placement_loads(cfg, shared):
     """A checkpoint of one placement continues in the other."""
-    here = build_learner(loss=PpoLoss(), critic=build_critic(cfg.critic))
+    here = build_learner(loss=PpoLoss(), valuer=build_critic(cfg.critic))
     checkpoint.load(cfg.run_dir, here, 3)
-    assert all(map(torch.equal, tensors(here.critic.module), tensors(shared.critic.module)))
+    assert all(map(torch.equal, tensors(here.valuer.module), tensors(shared.valuer.module)))
     of_shared = RunDir(cfg.output_dir / "shared")
     checkpoint.Saver(of_shared, is_async=False, on_written=lambda step: None).save(shared)
     alone = build_critic(cfg.critic)
     checkpoint.load(of_shared, alone, 3)
     assert alone.step == 3
-    assert all(map(torch.equal, tensors(alone.module), tensors(shared.critic.module)))
-    checkpoint.load(of_shared, build_learner(loss=PpoLoss(), has_critic_elsewhere=True), 3)
+    assert all(map(torch.equal, tensors(alone.module), tensors(shared.valuer.module)))
+    checkpoint.load(of_shared, build_learner(loss=PpoLoss(), valuer=RemoteCritic(cfg, MESH)), 3)
     with pytest.raises(DataError, match=r"there is no \[trainer.critic\]"):
         checkpoint.load(cfg.run_dir, build_learner(loss=PpoLoss()), 3)
 
@@ -153,10 +144,10 @@ def _check_either_placement_loads(cfg, shared):
 def test_a_role_that_ends_is_named_to_the_other(tmp_path):
     cfg = config(tmp_path)
     other = OtherThread(cfg)
-    wire = open_wire(cfg, MESH, is_critic=False, timeout_s=30)
-    RemoteCritic(wire, MESH, cfg.critic).wait_ready(0)
-    wire._group.shutdown()
-    del wire
+    remote = connected(cfg)
+    remote.begin(0)
+    remote._wire._group.shutdown()
+    del remote
     other.join(30)
     assert isinstance(other.error, EngineError) and f"trainer {ENDED_FIRST}" in str(other.error)
 
@@ -164,15 +155,15 @@ def test_a_role_that_ends_is_named_to_the_other(tmp_path):
 def test_roles_that_continue_from_different_steps_are_refused(tmp_path):
     cfg = config(tmp_path)
     OtherThread(cfg, step=7)
-    remote = RemoteCritic(open_wire(cfg, MESH, is_critic=False, timeout_s=30), MESH, cfg.critic)
+    remote = connected(cfg)
     with pytest.raises(ConfigError, match=r"critic .*step 7, .*trainer .*step 5"):
-        remote.wait_ready(5)
+        remote.begin(5)
 
 
 def test_a_critic_that_does_not_come_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(critic_wire, "JOIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(wire, "JOIN_TIMEOUT_S", 0.2)
     with pytest.raises(Exception, match=r"critic did not connect to 127\.0\.0\.1"):
-        open_wire(config(tmp_path), MESH, is_critic=False, timeout_s=1)
+        open_wire(config(tmp_path), MESH, is_critic=False)
 
 
 def test_every_rank_of_the_policy_has_one_of_the_critics():

@@ -1,4 +1,4 @@
-"""Computes on whole matrices that are sharded over ranks (for Muon).
+"""Computes on whole matrices, which may be sharded over ranks (for Muon).
 
 Each rank receives some of the matrices whole, computes on them, and sends every rank its rows of the results. A stack
 of experts counts as one matrix per expert: it is sharded by experts, which leaves each matrix whole, or by the rows of
@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.trainer.optim.build import TrainedWeights
 from stretto.trainer.parallel.collectives import all_gather, all_to_all, group_by_size
+from stretto.trainer.parallel.shard import ShardedWeights
 
 ROUND_ELEMENTS = 1 << 26
 """Approximately the most elements of whole matrices that a rank holds in one round of exchanges."""
@@ -72,8 +74,22 @@ def find_sharding(parameter: nn.Parameter, features: int | None, tp_group: Any) 
     )
 
 
+def apply_to_whole(weights: TrainedWeights, parts: Mapping[str, Tensor], compute: Compute) -> dict[str, Tensor]:
+    """Apply `compute` to whole matrices, each on one rank; this rank's parts of the results.
+
+    parts: by the names of the weights that they have the shapes of.
+    """
+    if not isinstance(weights, ShardedWeights):
+        return {name: compute(name, part) for name, part in parts.items()}
+    mesh, named = weights.mesh, {name: weights.all_parameters[name] for name in parts}
+    cuts = {name: find_sharding(p, weights.features.get(name), mesh.tp_group) for name, p in named.items()}
+    shapes = {name: p.shape for name, p in named.items()}
+    dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    return apply_to_shards(parts, shapes, cuts, compute, dtype)
+
+
 @torch.no_grad()
-def apply_to_whole(
+def apply_to_shards(
     parts: Mapping[str, Tensor],
     shapes: Mapping[str, torch.Size],
     shardings: Mapping[str, MatrixSharding],

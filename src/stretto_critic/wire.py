@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -30,10 +31,11 @@ from torch import Tensor
 
 from stretto.base.errors import ENDED_FIRST, ConfigError, EngineError, WireError
 from stretto.config.root import TrainerConfig
-from stretto.config.sections.trainer import CriticSection
 from stretto.records.codec import decode_blob, encode_blob
 from stretto.records.sample import MicroBatch
+from stretto.trainer.process import find_group_timeout_s
 from stretto.trainer.ranks.mesh import Mesh, join_group
+from stretto.trainer.valuer import Valuer
 from stretto.transports.weights.store import connect_store, create_store, new_gloo_group
 
 if TYPE_CHECKING:
@@ -166,7 +168,7 @@ class CriticWire:
             raise EngineError(f"{name} {ENDED_FIRST}; see its log") from cause
 
 
-def open_wire(cfg: TrainerConfig, mesh: Mesh, *, is_critic: bool, timeout_s: float) -> CriticWire | None:
+def open_wire(cfg: TrainerConfig, mesh: Mesh, *, is_critic: bool) -> CriticWire | None:
     """This rank's end of the wire, once all are connected; None on ranks that receive no batches.
 
     The policy's first rank listens.
@@ -176,7 +178,7 @@ def open_wire(cfg: TrainerConfig, mesh: Mesh, *, is_critic: bool, timeout_s: flo
     if not mesh.is_batch_lead:
         return None
     assert cfg.critic is not None and cfg.critic.placement is not None, "checked by the caller"
-    placement = cfg.critic.placement
+    placement, timeout_s = cfg.critic.placement, find_group_timeout_s(cfg)
     host, port = placement.host, placement.port
     if mesh.is_lead and not is_critic:
         store = create_store(host, port, JOIN_TIMEOUT_S, TITLE)
@@ -195,19 +197,26 @@ def open_wire(cfg: TrainerConfig, mesh: Mesh, *, is_critic: bool, timeout_s: flo
     return CriticWire(new_gloo_group(store, "critic", index, count, timeout_s), roles)
 
 
-class RemoteCritic:
+class RemoteCritic(Valuer):
     """Takes the critic's place on a rank of the policy; all ranks must make the same calls."""
 
-    def __init__(self, wire: CriticWire | None, mesh: Mesh, section: CriticSection) -> None:
-        """wire: None on ranks that are not batch leads."""
-        self._wire, self._mesh, self.section = wire, mesh, section
-        self._peer = -1 if wire is None else wire.roles.critic_of(mesh.dp_rank)
+    network = None
+
+    def __init__(self, cfg: TrainerConfig, mesh: Mesh) -> None:
+        assert cfg.critic is not None, "the caller has looked"
+        self._cfg, self._mesh, self.section = cfg, mesh, cfg.critic
+        self._wire: CriticWire | None = None  # stays so on ranks that are not batch leads
+        self._peer = -1
         self._loss_masks: list[np.ndarray] = []  # those that the critic has received
         self._waits = {"time/wait_for_values": 0.0, "time/wait_for_critic": 0.0}
-        self.saved: set[int] = set()
-        """On the lead: steps for which the critic has written its part of the checkpoint."""
+        self._saved: set[int] = set()  # on the lead: steps for which the critic has written its part of the checkpoint
 
-    def wait_ready(self, step: int) -> None:
+    def connect(self) -> None:
+        self._wire = open_wire(self._cfg, self._mesh, is_critic=False)
+        if self._wire is not None:
+            self._peer = self._wire.roles.critic_of(self._mesh.dp_rank)
+
+    def begin(self, step: int) -> None:
         """Wait until the critic has loaded its weights, which must be those after `step`.
 
         Raises: ConfigError if it continues from another step.
@@ -246,9 +255,6 @@ class RemoteCritic:
             targets = Targets(tuple(returns), num_updates, None if are_known else masks)
             self._wire.send(targets, self._peer)
 
-    def train(self, part: Sequence[MicroBatch], step: int) -> None:
-        """Do nothing: the critic's own ranks train."""
-
     def pop_metrics(self) -> dict[str, float]:
         """Wait until the critic has trained the step; its metrics, on the lead."""
         if not self._mesh.is_lead:
@@ -256,18 +262,29 @@ class RemoteCritic:
         assert self._wire is not None, "the lead is a batch lead"
         start = time.perf_counter()
         trained = self._wire.receive(Trained, self._peer)
-        self.saved |= set(trained.saved)
+        self._saved |= set(trained.saved)
         self._waits["time/wait_for_critic"] = time.perf_counter() - start
         return trained.metrics | self._waits
 
-    def command(self, verb: Literal["save", "export", "flush", "end"]) -> None:
-        """Send a Command."""
+    def save(self) -> None:
+        self._command("save")
+
+    def has_saved(self, step: int) -> bool:
+        return step in self._saved
+
+    def export(self, cfg: TrainerConfig, step: int, tokenizer_dir: Path) -> None:
+        self._command("export")
+
+    def end(self) -> None:
+        self._command("end")
+
+    def _command(self, verb: Literal["save", "export", "flush", "end"]) -> None:
         if self._wire is not None:
             self._wire.send(Command(verb), self._peer)
 
     def flush(self) -> None:
         """Wait until all files of the critic are written."""
-        self.command("flush")
+        self._command("flush")
         if self._mesh.is_lead:
             assert self._wire is not None, "the lead is a batch lead"
-            self.saved |= set(self._wire.receive(Flushed, self._peer).saved)
+            self._saved |= set(self._wire.receive(Flushed, self._peer).saved)

@@ -1,7 +1,7 @@
 """The process of a critic on ranks of its own: `stretto critic`, started by `rl`.
 
 It trains a `Critic` on a mesh of its own with the policy's batches, and follows the policy step by step
-(critic_wire.py): both are always at the same step, and a checkpoint of a step has the files of both. It is updated with
+(wire.py): both are always at the same step, and a checkpoint of a step has the files of both. It is updated with
 the same samples, values and returns as a critic on the policy's ranks.
 """
 
@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from itertools import islice
 from pathlib import Path
-from typing import Final
 
 import msgspec
 import numpy as np
@@ -21,17 +20,15 @@ from stretto.base.errors import ConfigError, WireError
 from stretto.base.runtime import freeze_objects
 from stretto.config.root import TrainerConfig
 from stretto.records.sample import MicroBatch
-from stretto.trainer.build import build_critic_alone
-from stretto.trainer.critic import Critic
-from stretto.trainer.critic_wire import Batch, Command, CriticWire, Flushed, Ready, Targets, Trained, Values, open_wire
-from stretto.trainer.process import find_group_timeout_s, rank_process
-from stretto.trainer.publish.export import export_critic, prune_exports
+from stretto.trainer.process import rank_process
 from stretto.trainer.state import checkpoint
 from stretto.trainer.updates import parts_of_step
+from stretto.trainer.valuer import NAME
+from stretto_critic.build import build_alone
+from stretto_critic.critic import Critic
+from stretto_critic.wire import Batch, Command, CriticWire, Flushed, Ready, Targets, Trained, Values, open_wire
 
 logger = logging.getLogger(__name__)
-
-ROLE: Final = "critic"
 
 
 def main(cfg: TrainerConfig) -> int:
@@ -40,11 +37,11 @@ def main(cfg: TrainerConfig) -> int:
         raise ConfigError(
             "trainer.critic.placement is missing: without it the critic is on the trainer's ranks, and has no process"
         )
-    with rank_process(cfg, ROLE):  # a signal to finish reaches the policy's ranks, which then end this process
-        critic, tokenizer_dir = build_critic_alone(cfg)
+    with rank_process(cfg, NAME):  # a signal to finish reaches the policy's ranks, which then end this process
+        critic, tokenizer_dir = build_alone(cfg)
         process = CriticProcess(cfg, critic, tokenizer_dir)
         process.resume()
-        process.run(open_wire(cfg, critic.mesh, is_critic=True, timeout_s=find_group_timeout_s(cfg)))
+        process.run(open_wire(cfg, critic.mesh, is_critic=True))
     return 0
 
 
@@ -57,7 +54,7 @@ class CriticProcess:
         self.mesh = critic.mesh
         self.wire: CriticWire | None = None
         self.written: deque[int] = deque()
-        self.saver = checkpoint.build_saver(cfg, self.written.append, part=ROLE)
+        self.saver = checkpoint.build_saver(cfg, self.written.append, part=NAME)
 
     def resume(self) -> None:
         """Load the checkpoint that [resume] names, if there is a [resume]."""
@@ -108,11 +105,8 @@ class CriticProcess:
                 assert self.saver is not None, "the policy saves only with [ckpt]"
                 self.saver.save(self.critic)
             case "export":
-                folder = self.critic.section.save or self.cfg.run_dir.critic
                 self.critic.check_finite()
-                export_critic(self.critic, folder / f"step_{self.critic.step}", self.tokenizer_dir)
-                if self.cfg.ckpt is not None:
-                    prune_exports(folder, self.cfg.ckpt, self.critic.step, self.mesh)
+                self.critic.export(self.cfg, self.critic.step, self.tokenizer_dir)
             case "flush":
                 if self.saver is not None:
                     self.saver.wait()

@@ -7,12 +7,13 @@ import torch
 from tiny import build_learner, build_policy, documents, pack
 from torch import nn
 
-from stretto.config.sections.trainer import AdamWOptim, MuonOptim
+from stretto.config.sections.trainer import AdamWOptim, MuonOptim, SignSgdOptim
+from stretto.models.hf import load_hf_model
+from stretto.models.hub import save_hf
 from stretto.models.moe import Experts
 from stretto.models.value_head import with_value_head
 from stretto.trainer.optim.build import MasterWeights, build_optimizer
-from stretto.trainer.optim.muon import find_matrices, muon_step, orthogonalise
-from stretto.trainer.optim.sign_sgd import SignSgd
+from stretto_optimizers.muon import find_matrices, muon_step, orthogonalise
 
 MOE = {"family": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24}
 
@@ -36,6 +37,12 @@ def test_matrices_of_blocks_are_found_and_nothing_else():
     assert found["model.layers.0.mlp.experts.gate_up_proj"] == 2
     assert found["model.layers.0.mlp.experts.down_proj"] == 1
     assert not any("lm_head" in name for name in find_matrices(with_value_head(build_policy())))
+
+
+def test_the_matrices_of_a_transformers_model_are_found(tmp_path):
+    save_hf(build_policy(**MOE), tmp_path)
+    found = find_matrices(load_hf_model(tmp_path, dtype=torch.float32))
+    assert len(found) == 2 * (4 + 1 + 2) and not any("embed" in name or "norm" in name for name in found)
 
 
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (3, 20, 20)])
@@ -110,7 +117,8 @@ def test_a_step_is_lr_in_the_direction_of_the_sign():
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
     idle = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.tensor([1e-9, -5.0, 0.0])
-    optimizer = SignSgd([weight, idle], lr=0.1, weight_decay=0.5)
+    weights = MasterWeights(nn.ParameterList([weight, idle]), torch.float32)
+    optimizer = build_optimizer(weights, SignSgdOptim(lr=0.1, weight_decay=0.5))
     optimizer.step()
     expected = torch.tensor([1.0, -2.0, 3.0]) * 0.95 - 0.1 * torch.tensor([1.0, -1.0, 0.0])
     assert torch.equal(weight.detach(), expected) and torch.equal(idle.detach(), torch.ones(2))

@@ -5,19 +5,23 @@ Source: signSGD, arXiv:1802.04434, algorithm 1. Differs: decoupled weight decay,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from stretto.trainer.optim.uncompiled import Uncompiled
 
+if TYPE_CHECKING:
+    from stretto.config.sections.trainer import SignSgdOptim
+    from stretto.trainer.optim.build import TrainedWeights
+
 
 class SignSgd(Uncompiled):
     """No state: a resumed run needs none."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(self, named: dict[str, nn.Parameter], cfg: SignSgdOptim, weights: TrainedWeights) -> None:
+        super().__init__(named.values(), {"lr": cfg.lr, "weight_decay": cfg.weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

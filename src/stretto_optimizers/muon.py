@@ -1,8 +1,7 @@
 """Muon: orthogonalised momentum for the matrices of the blocks, AdamW for all other weights.
 
-A matrix is orthogonalised as a whole, however it is sharded: `apply_to_whole` of MasterWeights or ShardedWeights
-assembles it. A stack of experts counts as one matrix per expert; gate and up of an expert, which are stacked in one
-parameter, count as two.
+A matrix is orthogonalised as a whole, however it is sharded (whole_matrices.py). A stack of experts counts as one
+matrix per expert; gate and up of an expert, which are stacked in one parameter, count as two.
 
 Source: Muon, https://kellerjordan.github.io/posts/muon; scale of the steps: Moonlight, arXiv:2502.16982,
 equation 4. Differs: on CPUs the iteration runs in float32, on GPUs in bfloat16 as in the original.
@@ -10,7 +9,6 @@ equation 4. Differs: on CPUs the iteration runs in float32, on GPUs in bfloat16 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,14 +17,13 @@ from torch.optim.adamw import adamw
 
 from stretto.models.moe import Experts
 from stretto.trainer.optim.uncompiled import Uncompiled
+from stretto_optimizers.whole_matrices import apply_to_whole
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
     from stretto.config.sections.trainer import MuonOptim
-
-ApplyToWhole = Callable[[Mapping[str, Tensor], Callable[[str, Tensor], Tensor]], dict[str, Tensor]]
-"""(parts of weights by name, function of (name, whole matrices)) -> parts of its results by name."""
+    from stretto.trainer.optim.build import TrainedWeights
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
@@ -82,13 +79,12 @@ def muon_step(matrices: Float[Tensor, "*stack rows cols"], stacked: int) -> Floa
 
 
 class Muon(Uncompiled):
-    """One parameter group of all trained weights; Muon updates those in `matrices`."""
+    """One parameter group of these weights; Muon updates those that are matrices."""
 
-    def __init__(
-        self, named: dict[str, nn.Parameter], cfg: MuonOptim, *, matrices: dict[str, int], apply_to_whole: ApplyToWhole
-    ) -> None:
+    def __init__(self, named: dict[str, nn.Parameter], cfg: MuonOptim, weights: TrainedWeights) -> None:
         super().__init__(list(named.values()), {"lr": cfg.lr})
-        self._named, self._cfg, self._matrices, self._apply_to_whole = named, cfg, matrices, apply_to_whole
+        self._named, self._cfg, self._weights = named, cfg, weights
+        self._matrices = find_matrices(weights.module)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # torch's takes a closure
@@ -108,7 +104,8 @@ class Muon(Uncompiled):
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             state["momentum_buffer"].lerp_(grad, 1 - self._cfg.mu)
             momenta[name] = grad.lerp(state["momentum_buffer"], self._cfg.mu)
-        updates = self._apply_to_whole(momenta, lambda name, whole: muon_step(whole, self._matrices[name]))
+        update = lambda name, whole: muon_step(whole, self._matrices[name])
+        updates = apply_to_whole(self._weights, momenta, update)
         for name, parameter in named.items():
             parameter.mul_(1 - lr * self._cfg.weight_decay)
             parameter.add_(updates[name], alpha=-lr)

@@ -28,6 +28,7 @@ from stretto.config.sections.engines import ADMITTED
 from stretto.inference.bodies import check_messages
 from stretto.inference.boundary import build_app, json_response, max_body_bytes, read_body
 from stretto.inference.limits import unknown_token
+from stretto.inference.server import listen
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
@@ -42,6 +43,13 @@ if TYPE_CHECKING:
     from stretto.config.root import InferenceConfig
 
 logger = logging.getLogger(__name__)
+
+
+def main(cfg: InferenceConfig, directory: Path) -> int:
+    """Serve the reward model in a directory until SIGTERM or SIGINT (0), or until it fails (1)."""
+    if cfg.num_threads is not None:
+        torch.set_num_threads(cfg.num_threads)
+    return asyncio.run(listen(cfg, ScoreServer(cfg, directory)))
 
 
 class ClassifyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

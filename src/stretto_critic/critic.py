@@ -1,22 +1,24 @@
 """The critic of PPO: a network like the policy with one output, and its own optimizer.
 
 For every trained token it predicts the return of the sample from the text before the token. It is trained on the
-policy's ranks, or on ranks of its own (critic_ranks.py). Its network and files are models/value_head.py.
+policy's ranks, or on ranks of its own (ranks.py). Its network and files are models/value_head.py.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.algorithms.losses import weighted_sum
-from stretto.algorithms.value_loss import value_loss
 from stretto.base.errors import DataError
+from stretto.config.root import TrainerConfig
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import ConstantScheduler, CriticSection, Optim
 from stretto.data.hub_model import fetch
@@ -24,16 +26,20 @@ from stretto.models.decoder import Decoder
 from stretto.models.tensor_map import TensorSlice
 from stretto.models.value_head import load_value_model
 from stretto.records.sample import MicroBatch
-from stretto.records.token_counts import ComponentWeights
 from stretto.trainer.batch.metrics import StepSums
 from stretto.trainer.batch.pass_inputs import PassInputs
-from stretto.trainer.network import NetworkBuilder, Scores, TorchNetwork
+from stretto.trainer.network import Network, NetworkBuilder, Scores, TorchNetwork
 from stretto.trainer.optim.schedule import learning_rate
+from stretto.trainer.publish.export import export_model, prune_exports
 from stretto.trainer.ranks.mesh import Mesh, num_ranks, training_device
 from stretto.trainer.state.learner_state import LearnerState, StateSource, TensorInfo, add_prefix, select_prefix
+from stretto.trainer.updates import rl_token_mask
+from stretto.trainer.valuer import NAME, Valuer
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
+
+logger = logging.getLogger(__name__)
 
 
 def load_critic(directory: str | Path, *, dtype: torch.dtype, may_be_meta: bool = False) -> Decoder:
@@ -52,8 +58,38 @@ def load_critic(directory: str | Path, *, dtype: torch.dtype, may_be_meta: bool 
     )
 
 
-class Critic:
+class ValueLoss(NamedTuple):
+    """A loss per token, and the tokens whose loss is clipped."""
+
+    loss: Float[Tensor, " tokens"]
+    is_clipped: Bool[Tensor, " tokens"]
+
+
+def value_loss(
+    values: Float[Tensor, " tokens"],
+    old_values: Float[Tensor, " tokens"],
+    returns: Float[Tensor, " tokens"],
+    *,
+    clip: float | None,
+) -> ValueLoss:
+    """max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2); without a clip (V - R)^2.
+
+    V_old is the critic's value before the step. The clipped term has no gradient once V has moved by more than
+    `clip`, so a value stops after it has moved that far towards its return.
+
+    Source: the value loss of PPO's authors, described in arXiv:2005.12729, section 3. Differs: no factor 1/2.
+    """
+    plain = (values - returns).square()
+    if clip is None:
+        return ValueLoss(plain, torch.zeros_like(plain, dtype=torch.bool))
+    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return ValueLoss(torch.maximum(plain, bounded), (bounded > plain).detach())
+
+
+class Critic(Valuer):
     """Trains a critic on returns; call `forward_backward`, then `optim_step`."""
+
+    network: Network
 
     def __init__(
         self,
@@ -78,12 +114,6 @@ class Critic:
         """The last step of the run in which it was trained."""
         self._sums = StepSums()
 
-    def start_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
-        """Do nothing: `values` computes them when it is called."""
-
-    def start_updates(self, micro_batches: Sequence[MicroBatch], num_updates: int) -> None:
-        """Do nothing: `train` is called for every update."""
-
     def train(self, part: Sequence[MicroBatch], step: int) -> None:
         """One update in step `step` of the run; all ranks must call it."""
         self.forward_backward(part)
@@ -101,19 +131,22 @@ class Critic:
         """Raises: EngineError when a weight is NaN or infinite."""
         self.network.check_finite(self.step)
 
-    def state(self) -> LearnerState:
+    def slices(self) -> dict[str, TensorSlice]:
         """This rank's slices of weights and optimizer state, named as in a learner's state."""
-        slices = add_prefix("critic", self.network.state())
-        return LearnerState(slices, {"step": self.step, "optim": self.network.optim.type})
+        return add_prefix(NAME, self.network.state())
+
+    def state(self) -> LearnerState:
+        """What a checkpoint of a critic on ranks of its own has."""
+        return LearnerState(self.slices(), {"step": self.step, "optim": self.network.optim.type})
 
     def targets(self, saved: Mapping[str, TensorInfo]) -> dict[str, TensorSlice]:
         """The slices for the critic among saved tensors; the caller fills them, then calls weights.copy_to_model.
 
         Raises: DataError when there is none, or it is of another model.
         """
-        if not (of_critic := select_prefix("critic", saved)):
+        if not (of_critic := select_prefix(NAME, saved)):
             raise DataError("the state has no critic, but there is a [trainer.critic]")
-        return add_prefix("critic", self.network.targets(of_critic))
+        return add_prefix(NAME, self.network.targets(of_critic))
 
     @torch.no_grad()
     def load_state(self, source: StateSource) -> None:
@@ -124,6 +157,16 @@ class Critic:
         source.read(self.targets(source.tensors))
         self.step = source.values["step"]
         self.network.weights.copy_to_model()
+
+    def export(self, cfg: TrainerConfig, step: int, tokenizer_dir: Path) -> None:
+        """Write it as a classification model with one label, beside those that [ckpt] keeps; all ranks must call it."""
+        start, folder = time.perf_counter(), self.section.save or cfg.run_dir.critic
+        target = folder / f"step_{step}"
+        export_model(self.network.weights, target, tokenizer_dir)
+        if self.mesh.is_lead:
+            logger.info("exported the critic to %s in %.2fs", target, time.perf_counter() - start)
+        if cfg.ckpt is not None:
+            prune_exports(folder, cfg.ckpt, step, self.mesh)
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Float[np.ndarray, " _"]]:
         """Per micro batch, float32 [tokens]: the value before each rl token, 0 elsewhere."""
@@ -197,9 +240,3 @@ class Critic:
 
     def _picked(self, stream: np.ndarray, inputs: PassInputs) -> Tensor:
         return torch.from_numpy(stream[inputs.sources]).to(self.mesh.device)
-
-
-def rl_token_mask(mb: MicroBatch) -> Bool[np.ndarray, " tokens"]:
-    """True for tokens of the rl component."""
-    rl = ComponentWeights.of(mb).rl
-    return np.zeros(len(mb.token_ids), bool) if rl is None else rl != 0

@@ -1,0 +1,1 @@
+"""Optimizers that few use: Muon, and the signs of gradients."""
