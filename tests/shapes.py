@@ -35,6 +35,7 @@ ROOMS = (
     "stretto.trainer",
     "stretto.transports",
     "stretto.vime",
+    "stretto_frozen",
     "stretto_preference",
     "stretto_service",
     "stretto_vime",

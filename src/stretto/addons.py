@@ -20,7 +20,10 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.hubs          hub -> the class that plays `hub:source`, in worker processes only
     stretto.tasksets      what comes before the colon of an id -> a module with is_taskset, missing, look_into, ADAPTER
                           and arguments, of ids that are played in worker processes only
-    stretto.engines       engine -> function of its config and the directory of its model, which serves it
+    stretto.beside        models beside the policy: run -> a module with open_beside and servers_of, plan -> a
+                          `launch.plan.beside.EnginesBeside`, check -> function of a config that refuses wrong files
+    stretto.engines       engine, and "classifier" -> function of its config and the directory of its model, which
+                          serves it
     stretto.weights       type of [weight_broadcast], and "delta" -> a module with both ends, as transports/weights says
     stretto.families      family of models -> a `families.family.Family`, also of a package of yours
     stretto.networks      trainer.backend -> a `trainer.network.NetworkBuilder` that also gets its section; with

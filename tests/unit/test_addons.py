@@ -54,7 +54,7 @@ def strings_of(package: str) -> str:
 
 @pytest.mark.heavy
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 24
+    assert len(ADD_ONS) == 25
     assert not NAME.findall(strings_of("stretto"))
 
 
@@ -73,7 +73,7 @@ def test_what_goes_with_an_add_on_is_there() -> None:
 
 def test_entry_points_lead_to_what_the_core_can_load() -> None:
     groups = {group: values for group, values in PROJECT["entry-points"].items() if group.startswith(addons.PREFIX)}
-    assert len(groups) == 21
+    assert len(groups) == 22
     for group, values in groups.items():
         assert addons.registered(group) == addons.offers(group) == values and f"    {group} " in (addons.__doc__ or "")
         assert set(addons.load_all(group)) == set(values)

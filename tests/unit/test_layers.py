@@ -31,6 +31,7 @@ BELOW = {
     "vime": {"addons", "base", "records", "data"},
     "envs": {"addons", "base", "records", "config", "data", "vime"},
     "orchestrator": {
+        "addons",
         "base",
         "records",
         "config",
@@ -99,6 +100,22 @@ BELOW = {
     "stretto_megatron": {"base", "config", "families", "models", "records", "trainer"},
     "stretto_start": {"state", "base", "config", "data", "signals"},
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
+    "stretto_frozen": {
+        "base",
+        "chat",
+        "check",
+        "config",
+        "data",
+        "envs",
+        "inference",
+        "launch",
+        "ledger",
+        "models",
+        "orchestrator",
+        "records",
+        "transports",
+        "vime",
+    },
     "stretto_games": {"base", "envs", "records"},
     "stretto_sandbox": {"base", "envs", "records"},
     "stretto_clusters": {"base", "check", "records", "config", "ledger", "monitors", "launch", "state"},
@@ -222,6 +239,7 @@ HOMES = {
         "stretto_broadcast",
         "stretto_triton",
         "stretto_preference",
+        "stretto_frozen/scorer.py",
     ),
     # stretto_python: types, and what a model object of the user is
     "transformers": (

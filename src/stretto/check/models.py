@@ -30,7 +30,6 @@ from stretto.check.megatron import check_refused, find_megatron
 from stretto.check.vllm_adapters import check_policy_adapter
 from stretto.check.vllm_models import ServedModel
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.sections.distill import TaughtAlgo
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ActivationCheckpointSection, Family, ModelSection, ScratchSection
 from stretto.config.sections.sft import RewardSection
@@ -82,7 +81,8 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
         where = "model, of the ranks in trainer.critic.placement"
         check_model(cfg.model, cfg.num_critic_ranks, where, megatron=find_megatron(trainer))
     check_engine_model(cfg)
-    check_teachers(cfg)
+    if cfg.beside:
+        addons.load("stretto.beside", "check", cfg.beside)(cfg)
     if cfg.inference is not None:
         is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
         is_cpu = is_here and not process.visible_gpus() and not cfg.asks_for_gpus
@@ -341,29 +341,6 @@ def other_token(trained: Path, other: Path) -> str | None:
         return None
     token = min(text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text))
     return f"the id of {token!r} is {theirs.get(token, 'none')} there and {ours.get(token, 'none')} here"
-
-
-def check_teachers(cfg: RLConfig) -> None:
-    """Check that the teachers whose engines the run starts have the policy's tokens.
-
-    Raises: ConfigError naming the teacher and a token that differs.
-    """
-    policy = None if cfg.model.scratch is not None else find_model(cfg.model.name)
-    if policy is None:
-        return
-    section = cfg.orchestrator
-    algos = [section.algo, *(env.algo for env in section.env)]
-    names = {name for algo in algos if isinstance(algo, TaughtAlgo) for name in algo.teachers}
-    models = {f"models.{name}.model": cfg.models[name].model for name in sorted(names & cfg.models.keys())}
-    if cfg.teacher_inference is not None:
-        models["teacher_inference.model"] = cfg.teacher_inference.model
-    for key, name in models.items():
-        teacher = find_model(name) if name is not None else None
-        if teacher is not None and (difference := other_token(policy.directory, teacher.directory)):
-            raise ConfigError(
-                f"{key} = {name!r} has another tokenizer than {cfg.model.name!r}, which is trained: {difference}; a "
-                "teacher scores the policy's tokens, so give one with the same tokenizer"
-            )
 
 
 def check_quantize(quantizes: bool | None, engine_model: str | None, *, is_quantized: bool) -> None:

@@ -1,8 +1,8 @@
 """The inference process: one embedded engine behind vLLM's and OpenAI's HTTP routes.
 
 `main` listens immediately (/liveness 200, /health 503), loads the model, then serves. Token routes are here, text
-routes in openai.py; embedded/ computes the replies, and boundary.py answers requests that fail. A reward model has
-scorer.py in place of an engine. An exception in the engine itself ends the process with a traceback in the log.
+routes in openai.py; embedded/ computes the replies, and boundary.py answers requests that fail. A classifier has an
+engine of an add-on. An exception in the engine itself ends the process with a traceback in the log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
@@ -45,7 +45,6 @@ from stretto.inference.embedded.engine import FAILED, Engine, EngineState
 from stretto.inference.embedded.speculation import SpeculationSettings
 from stretto.inference.limits import too_many_adapters
 from stretto.inference.openai import OpenAIRoutes
-from stretto.inference.scorer import ScoreServer
 from stretto.inference.update_order import UpdateOrder
 from stretto.models.hub import dtype_of, load_model
 from stretto.models.tracing.tracer import Tracer
@@ -278,6 +277,27 @@ class Server:
         await self.ready_engine().abort(ids)
         return json_response({"status": "ok"})
 
+    async def run(self) -> None:
+        """Load the model, then compute replies, as long as this task lives."""
+        cfg, started = self.cfg, time.perf_counter()
+        core = await asyncio.get_running_loop().run_in_executor(None, build_core, cfg, self.directory)
+        self.engine = Engine(
+            core,
+            model_name=self.model_name,
+            max_waiting=cfg.server.max_waiting_requests,
+            decoder=self.openai.decoder,
+            encoder=self.openai.encoder,
+            tracer=Tracer(cfg.run_dir if cfg.run.name else None, f"inference-{cfg.server.port}"),
+        )
+        freeze_objects()
+        logger.info(
+            "ready on http://%s:%d in %.1f s: %s, %s on %s, max_model_len=%d, %d blocks of %d tokens",
+            cfg.server.host, cfg.server.port, time.perf_counter() - started, self.model_name,
+            str(core.model.output_weight.dtype).removeprefix("torch."),
+            core.cache.device, core.max_model_len, core.pool.num_usable, core.settings.block_size,
+        )  # fmt: skip
+        await self.engine.run()
+
 
 def model_directory(cfg: InferenceConfig) -> Path:
     """The directory of the model. Raises: ConfigError if it is not configured or does not exist."""
@@ -292,9 +312,7 @@ def main(cfg: InferenceConfig) -> int:
     raise_file_limit()
     cfg = with_address(cfg)
     if cfg.model is not None and is_classifier(cfg.model):
-        if cfg.num_threads is not None:
-            torch.set_num_threads(cfg.num_threads)
-        return asyncio.run(listen(cfg, ScoreServer(cfg, model_directory(cfg))))
+        return addons.load("stretto.engines", "classifier", f"{cfg.model}, a reward model,")(cfg, model_directory(cfg))
     is_own = cfg.model is None or has_own_family(cfg.model)
     if cfg.chosen_engine(has_gpu=bool(visible_gpus()), is_own=is_own) == "vllm":
         return addons.load("stretto.engines", "vllm", 'inference.engine = "vllm"')(cfg, model_directory(cfg))
@@ -320,7 +338,20 @@ async def serve(cfg: InferenceConfig) -> int:
     return await listen(cfg, Server(cfg))
 
 
-async def listen(cfg: InferenceConfig, server: Server | ScoreServer) -> int:
+class Served(Protocol):
+    """What `listen` serves: routes over a model that `run` loads, and then computes with."""
+
+    failure: BaseException | None
+    """What ended `run`; `listen` sets it."""
+
+    @property
+    def is_loaded(self) -> bool: ...
+    def app(self) -> web.Application: ...
+    async def run(self) -> None: ...
+    def close(self) -> None: ...
+
+
+async def listen(cfg: InferenceConfig, server: Served) -> int:
     """Listen, load, serve; returns the process's exit code."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -337,7 +368,7 @@ async def listen(cfg: InferenceConfig, server: Server | ScoreServer) -> int:
             f"[inference.server] cannot listen on {host}:{port}: {error.strerror or error}. `ss -ltnp` shows which "
             "process uses the port: stop it, or set another server.port."
         ) from error
-    work = asyncio.create_task(server.run() if isinstance(server, ScoreServer) else _load_and_run(server))
+    work = asyncio.create_task(server.run())
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -365,27 +396,6 @@ def _is_leaving_first() -> bool:
     logger.info("leaving the run first")
     os.kill(int(asked), signal.SIGTERM)
     return True
-
-
-async def _load_and_run(server: Server) -> None:
-    cfg, started = server.cfg, time.perf_counter()
-    core = await asyncio.get_running_loop().run_in_executor(None, build_core, cfg, server.directory)
-    server.engine = Engine(
-        core,
-        model_name=server.model_name,
-        max_waiting=cfg.server.max_waiting_requests,
-        decoder=server.openai.decoder,
-        encoder=server.openai.encoder,
-        tracer=Tracer(cfg.run_dir if cfg.run.name else None, f"inference-{cfg.server.port}"),
-    )
-    freeze_objects()
-    logger.info(
-        "ready on http://%s:%d in %.1f s: %s, %s on %s, max_model_len=%d, %d blocks of %d tokens",
-        cfg.server.host, cfg.server.port, time.perf_counter() - started, server.model_name,
-        str(core.model.output_weight.dtype).removeprefix("torch."),
-        core.cache.device, core.max_model_len, core.pool.num_usable, core.settings.block_size,
-    )  # fmt: skip
-    await server.engine.run()
 
 
 def _speculation(section: SpeculationSection | None) -> SpeculationSettings | None:

@@ -14,11 +14,11 @@ from sft_runs import undisturbed_threads_and_logging  # noqa: F401
 
 from stretto.chat.render import build_renderer
 from stretto.config.root import SFTConfig
-from stretto.inference.scorer import score_texts
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.models.value_head import load_value_model
 from stretto.trainer import sft
+from stretto_frozen.scorer import score_texts
 
 
 @pytest.mark.slow

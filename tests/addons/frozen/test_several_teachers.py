@@ -11,9 +11,9 @@ from test_teacher import FakeTeacher, worth
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import RLConfig
-from stretto.orchestrator.rollout.teacher import ScoringTeacher
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
+from stretto_frozen.teachers import ScoringTeacher
 
 
 class Doubtful(FakeTeacher):

@@ -17,9 +17,9 @@ from stretto.config.sections.distill import FrozenModelPlace
 from stretto.config.sections.orchestrator import EnvSection, SamplingSection
 from stretto.envs.base import RunInfo
 from stretto.orchestrator.build import build_env, model_names
-from stretto.orchestrator.models import open_models
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
+from stretto_frozen.clients import open_models
 
 HERE = Path(__file__).parent
 WORDS = ["--models.big.base_url", "https://h/v1", "--models.small.base_url", "https://h/v1"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,56 +32,9 @@ if TYPE_CHECKING:
     from jaxtyping import Int32
 
 
-class Awaited(Protocol):
-    """A server that is ready before a run begins."""
-
-    async def wait_ready(self, timeout_s: float) -> None: ...
-
-
 T = TypeVar("T")
 Weighted = Mapping[str, tuple[T, float]]
 """Engines of teachers by name, with weights relative to each other."""
-
-
-class Teachers:
-    """The teachers of a run by environment, and their engines."""
-
-    def __init__(
-        self,
-        by_env: Mapping[str, Teacher] | None = None,
-        engines: Mapping[str, Awaited] | None = None,
-        players: Mapping[str, GenerationClient] | None = None,
-        *,
-        ready_timeout_s: float = 600.0,
-    ) -> None:
-        """engines: by the config key of their section. players: engines that play, by environment."""
-        self._by_env, self._engines, self._players = by_env or {}, engines or {}, players or {}
-        self._ready_timeout_s = ready_timeout_s
-
-    async def wait_ready(self) -> None:
-        """Wait until all teachers are healthy.
-
-        Raises: EngineError if one is not in time.
-        """
-        await asyncio.gather(*(self._wait_for(name, engine) for name, engine in self._engines.items()))
-
-    async def _wait_for(self, name: str, engine: Awaited) -> None:
-        try:
-            await engine.wait_ready(self._ready_timeout_s)
-        except EngineError as error:
-            raise EngineError(f"[{name}] {error}") from error
-
-    def playing_engine(self, env: str) -> GenerationClient | None:
-        """The engine of the teacher that plays an environment; None if the policy plays it."""
-        return self._players.get(env)
-
-    def has_teacher(self, env: str) -> bool:
-        """Does an environment have a teacher?"""
-        return env in self._by_env
-
-    async def annotate(self, group: Group) -> Group:
-        """The group with the part of its environment's teacher."""
-        return await self._by_env[group.task.env].annotate(group)
 
 
 class ScoringTeacher:
@@ -222,10 +175,6 @@ class PlayingTeacher:
             for branch in rollout.branches
         )
         return msgspec.structs.replace(rollout, branches=tuple(branches))
-
-
-Teacher = ScoringTeacher | PlayingTeacher
-"""The teacher of a distilled environment."""
 
 
 def build_privileged_context(

@@ -28,6 +28,7 @@ from stretto.config.sections.engines import ADMITTED
 from stretto.inference.bodies import check_messages
 from stretto.inference.boundary import build_app, json_response, max_body_bytes, read_body
 from stretto.inference.limits import unknown_token
+from stretto.inference.server import listen
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
@@ -57,6 +58,13 @@ class ClassifyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool = False
     add_special_tokens: bool | None = None
     user: str | None = None
+
+
+def main(cfg: InferenceConfig, directory: Path) -> int:
+    """Serve a reward model until SIGTERM or SIGINT (0), or until it fails (1)."""
+    if cfg.num_threads is not None:
+        torch.set_num_threads(cfg.num_threads)
+    return asyncio.run(listen(cfg, ScoreServer(cfg, directory)))
 
 
 class _Waiting(NamedTuple):

@@ -21,12 +21,12 @@ from stretto.config.sections.distill import FrozenModelPlace
 from stretto.config.sections.model import ScratchSection
 from stretto.envs.base import RunInfo, load_environment
 from stretto.envs.workers.pool import open_workers
-from stretto.inference.scorer import ScoreServer, score_texts
-from stretto.launch.plan.models import with_chosen_engines
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.value_head import HEAD_NAME, SCORE_NAME, classification_config, load_value_model, with_value_head
-from stretto.orchestrator.models import open_models
+from stretto_frozen.clients import open_models
+from stretto_frozen.plan import ENGINES
+from stretto_frozen.scorer import ScoreServer, score_texts
 
 SCRATCH = ScratchSection(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
 USER = {"role": "user", "content": "sort dcab"}
@@ -183,9 +183,9 @@ def test_a_reward_model_is_served_without_vllm(reward_model, tmp_path):
 
     base = {"max_steps": 1, "output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "sort-letters"}]}}
     root = lambda **keys: RLConfig.model_validate(base | {"models": {"rm": {"model": str(reward_model), **keys}}})
-    assert with_chosen_engines(root()).models["rm"].engine == "embedded"
+    assert ENGINES.with_engines(root()).models["rm"].engine == "embedded"
     with pytest.raises(ConfigError, match=r"start `vllm serve .*` yourself and give its address as models.rm.base_url"):
-        with_chosen_engines(root(engine="vllm"))
+        ENGINES.with_engines(root(engine="vllm"))
 
 
 def test_texts_of_any_lengths_are_scored_in_one_pass():
