@@ -24,12 +24,12 @@ from stretto.config.sections.distill import OpsdAlgo
 from stretto.envs.base import Environment, tasks_of
 from stretto.orchestrator.rollout.play import GenerationClient
 from stretto.orchestrator.rollout.player import failed_group
-from stretto.records.alternatives import alternatives_of, join_teachers
+from stretto.records.alternatives import Alternatives
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.rollout import Branch, Group, Rollout, Task
 
 if TYPE_CHECKING:
-    from jaxtyping import Int32
+    from jaxtyping import Float, Int, Int32
 
 
 T = TypeVar("T")
@@ -213,6 +213,44 @@ def demonstration_of(env: Environment, task: Task, key: str) -> str:
             "demonstration(task)"
         )
     return text
+
+
+def alternatives_of(
+    token_ids: Int[np.ndarray, " tokens"],
+    positions: Int[np.ndarray, " rows"],
+    logprobs: Float[np.ndarray, " tokens"],
+    likeliest: tuple[Int[np.ndarray, "tokens top"], Float[np.ndarray, "tokens top"]],
+    *,
+    is_forward: bool,
+) -> Alternatives:
+    """What one teacher holds for likeliest at these positions: the token itself, and those of its likeliest others.
+
+    logprobs: those of the tokens. likeliest: ids and log-probabilities.
+    """
+    ids = np.column_stack((token_ids[positions], likeliest[0][positions])).astype(np.int32)
+    values = np.column_stack((logprobs[positions], likeliest[1][positions])).astype(np.float32)
+    is_again = ids == ids[:, :1]
+    is_again[:, 0] = False
+    ids[is_again], values[is_again] = -1, 0.0
+    num_rows = len(positions)
+    return Alternatives(
+        positions=positions.astype(np.int32),
+        ids=ids[:, None],
+        logprobs=values[:, None],
+        weights=np.ones((num_rows, 1), np.float32),
+        is_forward=np.full(num_rows, is_forward),
+    )
+
+
+def join_teachers(parts: Sequence[Alternatives], weights: Float[np.ndarray, " teachers"]) -> Alternatives:
+    """Those of several teachers at the same positions; weights: their shares, with the sum 1."""
+    return Alternatives(
+        positions=parts[0].positions,
+        ids=np.concatenate([part.ids for part in parts], axis=1),
+        logprobs=np.concatenate([part.logprobs for part in parts], axis=1),
+        weights=np.tile(weights.astype(np.float32), (len(parts[0].positions), 1)),
+        is_forward=parts[0].is_forward,
+    )
 
 
 def teacher_kl(branches: Iterable[Branch]) -> float:

@@ -147,6 +147,16 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ("clusters", ["--ray.address", "auto"], "[ray] needs the add-on stretto_clusters"),
         ("routers", ["--inference.deployment.num-replicas", "2", "--dry-run"], "needs the add-on stretto_routers"),
         ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
+        (
+            "frozen",
+            ["--models.judge.base-url", "http://h/v1", "--dry-run"],
+            "[models.judge] needs the add-on stretto_frozen",
+        ),
+        (
+            "frozen",
+            ["--orchestrator.algo.type", "opsd", "--dry-run"],
+            'orchestrator.algo.type = "opsd" needs the add-on stretto_frozen, which is not installed',
+        ),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
     ],
 )

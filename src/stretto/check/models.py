@@ -419,6 +419,8 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
     here = find_model(name)
     if here is None:
         return
+    if here.is_classifier:
+        addons.check("stretto.engines", "classifier", f"{name}, a reward model,")
     model = ServedModel(here.directory, here.text)
     if section.chosen_engine(has_gpu=not is_cpu, is_own=here.is_own) == "embedded":
         if not here.is_own:
