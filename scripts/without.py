@@ -33,6 +33,11 @@ TESTS = {
     "broadcast": ("tests/wires/test_collective.py", "tests/wires/test_delta.py", "tests/wires/test_ipc.py"),
     "clusters": ("tests/cluster", "tests/e2e/test_engines.py"),
     "critic": ("tests/dist/critic_runs.py", "tests/dist/test_critic_ranks.py", "tests/e2e/learning/test_ppo_runs.py"),
+    "frozen": (
+        "tests/wires/test_teacher_process.py",
+        "tests/e2e/beside",
+        "tests/e2e/learning/test_distillation_runs.py",
+    ),
     "hubs": ("tests/e2e/hubs",),
     "routers": ("tests/wires/test_two_routers.py", "tests/contract/routing", "tests/e2e/routers"),
     "preference": ("tests/cases/pairs.py", "tests/dist/pairs", "tests/e2e/beside/test_reward_models.py"),

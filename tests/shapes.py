@@ -38,6 +38,7 @@ ROOMS = (
     "stretto_native",
     "stretto_critic",
     "stretto_optimizers",
+    "stretto_frozen",
     "stretto_preference",
     "stretto_service",
     "stretto_speculation",

@@ -20,6 +20,8 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.hubs          hub -> the class that plays `hub:source`, in worker processes only
     stretto.tasksets      what comes before the colon of an id -> a module with is_taskset, missing, look_into, ADAPTER
                           and arguments, of ids that are played in worker processes only
+    stretto.beside        models beside the policy: run -> a module with open_beside and servers_of, plan -> a
+                          `launch.plan.beside.EnginesBeside`, check -> function of a config that refuses wrong files
     stretto.engines       engine, and "scorer" for reward models -> function of a config and the directory of the
                           model, which serves it; "embedded.drafts" -> function of [inference.speculation], which
                           builds a `Drafter`

@@ -43,7 +43,7 @@ from stretto.config.sections.monitors import MonitorsSection
 from stretto.config.sections.trainer import TrainerKeys
 from stretto.data.hub_model import find_local, look_up, size
 from stretto.launch.launchers import launcher_of
-from stretto.launch.plan.models import started_models, with_model_names
+from stretto.launch.plan.beside import engines_beside
 from stretto.monitors.purse import Purse, Used, used_by_metrics
 from stretto.orchestrator.dry_run import FirstTask, preview, shorter_by_phrases
 from stretto.orchestrator.lengths import Limit, limits_of, smallest
@@ -79,7 +79,8 @@ def rl(cfg: RLConfig) -> str:
     router = check_router(cfg.inference, is_dry_run=True)
     service = _service(cfg)
     plan, directory = plan_only(cfg)
-    player = with_model_names(cfg).orchestrator_config()
+    beside = engines_beside(cfg)
+    player = beside.with_names(cfg).orchestrator_config()
     tasks, missing, renderer = preview(player, limits_of(cfg))
     models = [*_model(cfg.model, missing), *_renderer(renderer), *_other_models(cfg), *_weights(cfg)]
     models += [("engine", text) for text in foreign_engines(cfg)]
@@ -88,7 +89,7 @@ def rl(cfg: RLConfig) -> str:
     rows += _backend(cfg.trainer, needs_gpu=cfg.trains_here)
     rows += [("router", f"NOT READY: {router}")] if router else []
     rows += _images(cfg.model) if cfg.inference is None else []
-    started = {name for name, _ in started_models(cfg)} | ({"teacher"} if cfg.teacher_inference is not None else set())
+    started = beside.sections(cfg).values()
     rows += _servers(player, has_engine=cfg.inference is not None, started=started)
     changed = changes(cfg.run_dir.config("run"), cfg, plan.config) if cfg.resume and cfg.resume.dir is None else []
     lines = "".join(textwrap.shorten(f"changed: {line}", WIDTH, placeholder=" ...") + "\n" for line in changed)

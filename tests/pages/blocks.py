@@ -108,7 +108,7 @@ NOT_RUN = {
     ("docs/hubs.md", "verifiers:"): "its package is not installed everywhere: tests/addons/hubs/test_verifiers.py",
     ("docs/data.md", "openai/gsm8k"): "the data set is on the Hub: tests/unit/data",
     ("docs/from_trl.md", "load_dataset"): "the data set is on the Hub: tests/addons/python has some of its own",
-    ("docs/judge.md", "api.example.com"): "asks somebody's API: tests/unit/orchestrator/models",
+    ("docs/judge.md", "api.example.com"): "asks somebody's API: tests/addons/frozen",
     ("docs/environments.md", "(McpToolEnv)"): "its servers are the reader's: tests/unit/envs/test_mcp.py",
     ("docs/environments.md", 'id = "null"'): "its harness needs uv: tests/e2e/test_worker_runs.py",
     ("docs/lora.md", 'engine = "vllm"'): "vLLM on a CPU takes larger heads: tests/contract/test_adapters.py",

@@ -55,7 +55,7 @@ def strings_of(package: str) -> str:
 
 @pytest.mark.heavy
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 28
+    assert len(ADD_ONS) == 29
     assert not NAME.findall(strings_of("stretto"))
 
 
@@ -74,7 +74,7 @@ def test_what_goes_with_an_add_on_is_there() -> None:
 
 def test_entry_points_lead_to_what_the_core_can_load() -> None:
     groups = {group: values for group, values in PROJECT["entry-points"].items() if group.startswith(addons.PREFIX)}
-    assert len(groups) == 23
+    assert len(groups) == 24
     for group, values in groups.items():
         assert addons.registered(group) == addons.offers(group) == values and f"    {group} " in (addons.__doc__ or "")
         assert set(addons.load_all(group)) == set(values)
@@ -151,6 +151,16 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ("routers", ["--inference.deployment.num-replicas", "2", "--dry-run"], "needs the add-on stretto_routers"),
         ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
         ("speculation", ["--inference.speculation.method", "ngram", "--dry-run"], "needs the add-on stretto_specul"),
+        (
+            "frozen",
+            ["--models.judge.base-url", "http://h/v1", "--dry-run"],
+            "[models.judge] needs the add-on stretto_frozen",
+        ),
+        (
+            "frozen",
+            ["--orchestrator.algo.type", "opsd", "--dry-run"],
+            'orchestrator.algo.type = "opsd" needs the add-on stretto_frozen, which is not installed',
+        ),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
     ],
 )

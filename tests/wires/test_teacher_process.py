@@ -9,10 +9,10 @@ from test_engine_http import model_dir, scratch, serve
 
 from stretto.config.sections.distill import TeacherSection
 from stretto.models.attention import PackedLayout
-from stretto.orchestrator.clients import build_teacher_client
-from stretto.orchestrator.rollout.teacher import ScoringTeacher
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
+from stretto_frozen.run import build_teacher_client
+from stretto_frozen.teachers import ScoringTeacher
 
 __all__ = ["model_dir"]
 

@@ -30,7 +30,6 @@ from stretto.check.megatron import check_refused, find_megatron
 from stretto.check.vllm_adapters import check_policy_adapter
 from stretto.check.vllm_models import ServedModel
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.sections.distill import TaughtAlgo
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import Family, ModelSection, ScratchSection
 from stretto.config.sections.sft import RewardSection
@@ -81,7 +80,8 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
     if trainer.critic is not None:
         addons.load("stretto.valuers", "critic.check", "[trainer.critic]")(cfg)
     check_engine_model(cfg)
-    check_teachers(cfg)
+    if cfg.beside:
+        addons.load("stretto.beside", "check", cfg.beside)(cfg)
     if cfg.inference is not None:
         is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
         is_cpu = is_here and not process.visible_gpus() and not cfg.asks_for_gpus
@@ -328,29 +328,6 @@ def other_token(trained: Path, other: Path) -> str | None:
     return f"the id of {token!r} is {theirs.get(token, 'none')} there and {ours.get(token, 'none')} here"
 
 
-def check_teachers(cfg: RLConfig) -> None:
-    """Check that the teachers whose engines the run starts have the policy's tokens.
-
-    Raises: ConfigError naming the teacher and a token that differs.
-    """
-    policy = None if cfg.model.scratch is not None else find_model(cfg.model.name)
-    if policy is None:
-        return
-    section = cfg.orchestrator
-    algos = [section.algo, *(env.algo for env in section.env)]
-    names = {name for algo in algos if isinstance(algo, TaughtAlgo) for name in algo.teachers}
-    models = {f"models.{name}.model": cfg.models[name].model for name in sorted(names & cfg.models.keys())}
-    if cfg.teacher_inference is not None:
-        models["teacher_inference.model"] = cfg.teacher_inference.model
-    for key, name in models.items():
-        teacher = find_model(name) if name is not None else None
-        if teacher is not None and (difference := other_token(policy.directory, teacher.directory)):
-            raise ConfigError(
-                f"{key} = {name!r} has another tokenizer than {cfg.model.name!r}, which is trained: {difference}; a "
-                "teacher scores the policy's tokens, so give one with the same tokenizer"
-            )
-
-
 def check_quantize(quantizes: bool | None, engine_model: str | None, *, is_quantized: bool) -> None:
     """Check weight_broadcast.quantize_in_weight_transfer against the engines' checkpoint.
 
@@ -427,6 +404,8 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
     here = find_model(name)
     if here is None:
         return
+    if here.is_classifier:
+        addons.check("stretto.engines", "scorer", f"{name}, a reward model,")
     model = ServedModel(here.directory, here.text)
     if section.chosen_engine(has_gpu=not is_cpu, is_own=here.is_own) == "embedded":
         if not here.is_own:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from stretto.base.errors import ConfigError
 from stretto.check.code import check_code
-from stretto.check.models import check_shape, check_teachers, foreign_engines
+from stretto.check.models import check_shape, foreign_engines
 from stretto.check.nodes import (
     Process,
     check_num_gpus,
@@ -75,7 +75,6 @@ def check_files(cfg: RLConfig) -> Iterator[str]:
 
     Raises: ConfigError for files with which the run would fail, and for engines that are not installed.
     """
-    check_teachers(cfg)
     yield from check_weights_of(cfg)
     for text in foreign_engines(cfg):
         if text.startswith(NOT_READY):

@@ -22,10 +22,9 @@ from stretto.check.models import check_trainable, find_model, models_of, quantiz
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
 from stretto.config.sections.model import LORA_TARGETS, LoRASection, ModelSection
 from stretto.config.sections.sft import RewardSection
-from stretto.data.hub_model import find_config, find_local
+from stretto.data.hub_model import find_local
 from stretto.data.model_file import LocalModel, ModelFile, is_classifier, read_local_model
 from stretto.data.weight_files import HeaderTensor, NoWeightsError
-from stretto.envs.rewards.builtin import scored_by
 from stretto.families.table import FAMILIES
 
 FIT_TIMEOUT_S = 600.0
@@ -121,32 +120,8 @@ def check_writes(cfg: RLConfig | SFTConfig | InferenceConfig | EvalConfig) -> No
     for key, name in named.items():
         if name and is_classifier(name):
             raise ConfigError(f"{key} = {name!r} is a reward model, which writes no text; give a language model")
-    _check_scores(cfg)
-
-
-def _check_scores(cfg: RLConfig | SFTConfig | InferenceConfig | EvalConfig) -> None:
-    """Raises: ConfigError for a model that writes text where an environment has it score replies."""
-    if not isinstance(cfg, RLConfig | EvalConfig):
-        return
-    if isinstance(cfg, RLConfig):
-        named = [(f"orchestrator.env.{index}", env.args) for index, env in enumerate(cfg.orchestrator.env)]
-        held_out = cfg.orchestrator.eval.env if cfg.orchestrator.eval is not None else ()
-        named += [(f"orchestrator.eval.env.{index}", env.args) for index, env in enumerate(held_out)]
-    else:
-        named = [(f"eval.env.{index}", env.args) for index, env in enumerate(cfg.eval.env)]
-    for place, args in named:
-        rewards = args.get("rewards")
-        given = [args.get("reward"), *(rewards if isinstance(rewards, dict) else ())]
-        for name in filter(None, (scored_by(each) for each in given if isinstance(each, str))):
-            section = cfg.models.get(name)
-            if section is None or section.base_url is not None or section.model is None:
-                continue
-            if find_config(section.model) is not None and not is_classifier(section.model):
-                raise ConfigError(
-                    f"[models.{name}] model = {section.model!r} writes text, and {place} has it score replies (reward "
-                    f'= "models.{name}"); give a reward model (`sft` with [loss] type = "reward" makes one), or a '
-                    "function that asks this one as a judge"
-                )
+    if isinstance(cfg, RLConfig | EvalConfig) and cfg.beside:
+        addons.load("stretto.beside", "check", cfg.beside)(cfg)
 
 
 def _check_kind(cfg: RLConfig | SFTConfig) -> None:

@@ -212,6 +212,13 @@ class RLConfig(RunKeys, ClusterRoot):
         return [shape.num_train_gpus, shape.num_infer_gpus, shape.num_teacher_gpus, shape.num_critic_gpus]
 
     @property
+    def beside(self) -> str:
+        """A key that asks for models beside the policy, for messages; "": there are none."""
+        if self.models:
+            return f"[models.{next(iter(self.models))}]"
+        return "[teacher_inference]" if self.teacher_inference is not None else self.orchestrator.beside
+
+    @property
     def asks_for_gpus(self) -> bool:
         """Whether this is a dry run whose config names or counts GPUs, which is planned as if they were there."""
         needs_cuda = self.inference is not None and self.inference.device == "cuda"
@@ -446,6 +453,11 @@ class EvalConfig(RunRoot):
     """Seed of sampling."""
     monitors: MonitorsSection = MonitorsSection()
     log: LogSection = LogSection()
+
+    @property
+    def beside(self) -> str:
+        """A key that asks for models beside the one that is evaluated, for messages; "": there are none."""
+        return f"[models.{next(iter(self.models))}]" if self.models else ""
 
     def _default_name(self) -> str:
         return f"eval-{short_name(self.model)}" if self.model else "eval"

@@ -1,7 +1,7 @@
 """Frozen models beside the policy, as environments see them: `await ctx.model("judge").chat(messages)`, or `.score`.
 
-`[models.NAME]` says where a model runs, or that the run starts engines for it. The client is
-orchestrator/models.py; workers/child.py passes the requests of worker processes on to it.
+`[models.NAME]` says where a model runs, or that the run starts engines for it. An add-on has the client
+(orchestrator/beside.py); workers/child.py passes the requests of worker processes on to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds, from config sections, the clients of engines and of other model servers."""
+"""Builds, from config sections, the clients of the policy's engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 
 from stretto.base.errors import ConfigError
 from stretto.base.status import report
-from stretto.config.sections.distill import TeacherSection
 from stretto.config.sections.orchestrator import ClientSection
 from stretto.data.pictures import openai_messages
 from stretto.orchestrator.build import urls_of
@@ -43,18 +42,6 @@ def headers_of(section: ClientSection) -> dict[str, str]:
             "remove the header"
         )
     return section.headers | {header: os.environ[name] for header, name in section.headers_from_env.items()}
-
-
-def build_teacher_client(section: TeacherSection) -> EngineClient:
-    """Build the client of a frozen model's engines, which never receive weights."""
-    assert section.base_url is not None, "checked with the config, or filled in by the launcher"
-    return EngineClient(
-        list(urls_of(section)),
-        api_key=os.environ.get(section.api_key_var),
-        timeout_s=section.timeout_s,
-        max_retries=section.max_retries,
-        model=section.model,
-    )
 
 
 def build_chat(section: ClientSection) -> ChatClient:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from stretto.algorithms.custom import load_credit
@@ -30,7 +29,6 @@ from stretto.chat.render import Renderer
 from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.algorithm import CustomAlgo, RaeAlgo
 from stretto.config.sections.curriculum import DifficultySampler
-from stretto.config.sections.distill import OpdAlgo, OpsdAlgo, SftAlgo
 from stretto.config.sections.model import shares_prefixes
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.data.hub_model import fetch, find_config
@@ -45,6 +43,7 @@ from stretto.monitors.purse import Purse
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch import cost_of_model
 from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
+from stretto.orchestrator.beside import Beside, open_beside
 from stretto.orchestrator.build import (
     build_policy_renderer,
     model_names,
@@ -54,25 +53,14 @@ from stretto.orchestrator.build import (
     untrained_tokens,
     urls_of,
 )
-from stretto.orchestrator.clients import build_engines, build_teacher_client
+from stretto.orchestrator.clients import build_engines
 from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
 from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.advantages import Baselines, check_overlong
 from stretto.orchestrator.groups.bounds import Bounds
 from stretto.orchestrator.groups.buffer import Buffer
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
-from stretto.orchestrator.model_costs import EVENT, Spending, restore
-from stretto.orchestrator.models import ModelClient, open_models
 from stretto.orchestrator.rollout.player import Player
-from stretto.orchestrator.rollout.teacher import (
-    Awaited,
-    PlayingTeacher,
-    ScoringTeacher,
-    Teacher,
-    Teachers,
-    Weighted,
-    build_privileged_context,
-)
 from stretto.orchestrator.run.loop import Loop
 from stretto.orchestrator.run.parts import RunParts
 from stretto.orchestrator.run.steering import EVENT as STEERING
@@ -87,7 +75,6 @@ from stretto.transports.engine.client import EngineClient
 from stretto.transports.meeting import announce, at_all_addresses
 from stretto.transports.rollouts import Sender, build_sender
 from stretto.vime.calls import Hook
-from stretto.vime.engine import give_key
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +136,7 @@ class UserCode:
     rollouts: UserRolloutFunction | None
     evals: UserRolloutFunction | None
     eval_envs: list[Environment] = field(default_factory=list)
+    beside: Beside = field(default_factory=Beside)
 
 
 def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExitStack) -> UserCode:
@@ -156,8 +144,8 @@ def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExit
 
     Raises: ConfigError, DataError that name the wrong name, argument, file or function.
     """
-    models = open_models_of(cfg, stack)
-    info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name, models)
+    beside = open_beside(cfg, stack)
+    info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name, beside.models)
     hooks = None if cfg.hooks.is_empty else BatchHooks(cfg, renderer)
     rollouts, evals = (load_rollout_function(cfg, key) for key in ("rollout_function", cfg.hooks.eval_setting))
     for name in (env.name or env.id for env in cfg.env):
@@ -169,7 +157,7 @@ def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExit
         check_overlong(env, cfg.algo_of(env.name), cfg.sampling_of(env.name), cfg.algo_path(env.name))
     section = cfg.eval_as_trained()
     held_out = [] if section is None else eval_envs(section, envs, cfg.run_dir, stack, info)
-    return UserCode(info, envs, hooks, rollouts, evals, held_out)
+    return UserCode(info, envs, hooks, rollouts, evals, held_out, beside)
 
 
 @dataclass(frozen=True)
@@ -179,8 +167,6 @@ class Wires:
     engines: EngineClient
     control: ControlServer
     sender: Sender
-    # By environment, then by the teacher's name: its engine, and its weight.
-    teacher_engines: Mapping[str, Weighted[EngineClient]] = field(default_factory=dict)
 
 
 async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack) -> Wires:
@@ -207,25 +193,7 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
     await sender.open()
     stack.push_async_callback(sender.close)
     stack.callback(announce(cfg))
-    teachers: dict[str, Weighted[EngineClient]] = {}
-    clients: dict[str, EngineClient] = {}  # by their section, which several environments may share
-    for env in cfg.env if cfg.debug is None else ():  # saved rollouts have the teachers' numbers
-        engines_of: dict[str, tuple[EngineClient, float]] = {}
-        for name, (section, weight) in cfg.teachers_of(env.name or env.id).items():
-            if (key := section.model_dump_json()) not in clients:
-                clients[key] = await stack.enter_async_context(build_teacher_client(section))
-            engines_of[name] = (clients[key], weight)
-        if engines_of:
-            teachers[env.name or env.id] = engines_of
-    return Wires(engines, control, sender, teachers)
-
-
-def open_models_of(cfg: OrchestratorConfig, stack: AsyncExitStack) -> dict[str, ModelClient]:
-    """Clients of the frozen models that environments ask; also registers their API keys for `post` of hooks."""
-    for section in cfg.frozen_models.values():
-        if key := os.environ.get(section.api_key_var):
-            give_key(urls_of(section), key)
-    return open_models(cfg.frozen_models, stack, cfg.run_dir.replies)
+    return Wires(engines, control, sender)
 
 
 def build_loop(
@@ -259,6 +227,7 @@ def build_loop(
     versions = build_versions(cfg, loading, ledger, start=progress.step)
     watch = stack.enter_context(build_watch(cfg, run_dir, buffer, versions, progress))
     purse = Purse(cfg.budget, used_before(run_dir, progress), clock=asyncio.get_running_loop().time)
+    user_code.beside.begin(wires.engines, envs, renderer)
     parts = RunParts(
         cfg=cfg,
         run_dir=run_dir,
@@ -280,8 +249,7 @@ def build_loop(
         evaluator=build_evaluator(cfg, user_code, player, watch, run_dir),
         curriculum=curriculum,
         baselines=build_baselines(cfg, envs, progress),
-        teachers=build_teachers(cfg, wires, envs, renderer, user_code.info.models),
-        spendings=spendings_of(user_code.info.models, run_dir),
+        beside=user_code.beside,
         vocab_size=vocab_size,
         purse=purse,
     )
@@ -298,17 +266,6 @@ def build_watch(
         lambda: {**buffer.gauges(), "versions_waiting": versions.num_waiting, "trained": progress.step},
         role="orchestrator",
     )
-
-
-def spendings_of(models: Mapping[str, ChatModel], run_dir: RunDir) -> tuple[Spending, ...]:
-    """What the frozen models have been asked in earlier starts of the run.
-
-    Raises: ConfigError if one has cost what it may.
-    """
-    spendings = tuple(model.spending for model in models.values() if isinstance(model, ModelClient))
-    with LedgerReader(run_dir) as reader:
-        restore(spendings, [event["data"] for event in reader.events(EVENT)])
-    return spendings
 
 
 def build_player(
@@ -369,56 +326,6 @@ def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], prog
     )
     curriculum.restore(progress.curriculum)
     return curriculum
-
-
-def build_teachers(
-    cfg: OrchestratorSection,
-    wires: Wires,
-    envs: Sequence[Environment],
-    renderer: Renderer,
-    models: Mapping[str, ChatModel] = NO_MODELS,
-) -> Teachers:
-    """Build the teacher of each environment that is distilled.
-
-    Raises: ConfigError for an environment that needs demonstrations and has none.
-    """
-    by_env: dict[str, Teacher] = {}
-    players: dict[str, EngineClient] = {}
-    build_scoring = partial(ScoringTeacher, max_failures=cfg.max_failed_groups, image_token_id=renderer.image_token_id)
-    for env in envs:
-        algo = cfg.algo_of(env.name)
-        engines = wires.teacher_engines.get(env.name, {})
-        if isinstance(algo, OpdAlgo):
-            by_env[env.name] = build_scoring(engines, top_k=algo.top_k or 0, is_forward=algo.divergence == "forward")
-        elif isinstance(algo, OpsdAlgo):
-            context = build_privileged_context(env, algo, renderer, cfg.algo_path(env.name))
-            by_env[env.name] = build_scoring(
-                {"policy": (wires.engines, 1.0)},
-                top_k=algo.top_k or 0,
-                is_forward=algo.divergence == "forward",
-                privileged_context=context,
-            )
-        elif isinstance(algo, SftAlgo):
-            by_env[env.name] = PlayingTeacher(algo.min_reward)
-            [(players[env.name], _)] = engines.values()
-    awaited: dict[str, Awaited] = {}
-    for name, teachers in wires.teacher_engines.items():
-        for teacher, (engine, _) in teachers.items():
-            if engine not in awaited.values():
-                awaited[place_of_teacher(cfg, name, teacher)] = engine
-    asked = {f"models.{name}": model for name, model in models.items() if isinstance(model, ModelClient)}
-    sections = [section for name in wires.teacher_engines for section, _ in cfg.teachers_of(name).values()]
-    sections += cfg.frozen_models.values()
-    longest = max((section.ready_timeout_s for section in sections), default=0.0)
-    return Teachers(by_env, awaited | asked, players, ready_timeout_s=longest)
-
-
-def place_of_teacher(cfg: OrchestratorSection, env: str, teacher: str) -> str:
-    """The config table of an environment's teacher, for messages."""
-    algo = cfg.algo_of(env)
-    if getattr(algo, "teachers", None):
-        return f"models.{teacher}, teacher of {env}"
-    return f"orchestrator.env {env}, algo.teacher" if getattr(algo, "teacher", None) else "orchestrator.teacher"
 
 
 def vocab_size_of(cfg: OrchestratorSection, renderer: Renderer) -> int | None:

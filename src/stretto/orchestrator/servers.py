@@ -1,4 +1,4 @@
-"""Asks servers that a config names whether they answer: frozen models, teachers, engines that run already, `rm_url`.
+"""Asks servers that a config names whether they answer: engines that run already, `rm_url`, models beside the policy.
 
 A dry run shows the answers. All servers are asked at the same time, each for the list of its models, with the key that
 the run would send; one that is slower than ANSWER_TIMEOUT_S counts as not there. A gateway may serve a model under a
@@ -17,11 +17,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 
+from stretto import addons
 from stretto.base.ports import open_url
 from stretto.config.root import EvalConfig, OrchestratorConfig
-from stretto.config.sections.distill import TaughtAlgo, TeacherSection
+from stretto.config.sections.distill import TeacherSection
 from stretto.config.sections.orchestrator import ClientSection, EnvSection
-from stretto.orchestrator.build import places_of, urls_of
+from stretto.orchestrator.beside import GROUP
+from stretto.orchestrator.build import urls_of
 
 ANSWER_TIMEOUT_S = 4.0
 MOST_NAMES = 5
@@ -48,32 +50,16 @@ class Server:
 def servers_of(cfg: OrchestratorConfig | EvalConfig, *, has_engine: bool, started: Collection[str]) -> list[Server]:
     """The servers that a run asks and does not start.
 
-    has_engine: whether the run starts engines for the policy. started: names of the frozen models that it starts,
-        and `teacher` if it starts that.
+    has_engine: whether the run starts engines for the policy. started: sections of the models beside it whose engines
+        it starts.
 
     Raises: ConfigError for an environment variable with a key or a header that is not set.
     """
     root = "" if isinstance(cfg, EvalConfig) else "orchestrator."
     is_played = isinstance(cfg, EvalConfig) or cfg.debug != "training"
-    found = list(_engines(f"{root}client", cfg.client)) if is_played and not has_engine else []
-    for name, place in places_of(cfg).items():
-        if name not in started and (urls := urls_of(place)):
-            from stretto.orchestrator.models import chat_url, key_of  # imports aiohttp, as clients.py does
-
-            token, key = key_of(name, place), f"models.{name}"
-            found.append(
-                Server(
-                    f"{key}.base_url",
-                    f"{chat_url(urls[0])}/models",
-                    place.model,
-                    f"{key}.served_model_name",
-                    api_key_var=place.api_key_var,
-                    headers=_authorization(token),
-                )
-            )
-    if isinstance(cfg, OrchestratorConfig):
-        for key, teacher in _teachers(cfg):
-            found += [] if key == "orchestrator.teacher" and "teacher" in started else _engines(key, teacher)
+    found = list(engine_servers(f"{root}client", cfg.client)) if is_played and not has_engine else []
+    if cfg.beside:
+        found += addons.load(GROUP, "run", cfg.beside).servers_of(cfg, started)
     played: dict[str, Sequence[EnvSection]] = {} if isinstance(cfg, EvalConfig) else {f"{root}env": cfg.env}
     if cfg.eval is not None:
         played[f"{root}eval.env"] = cfg.eval.env
@@ -85,19 +71,11 @@ def servers_of(cfg: OrchestratorConfig | EvalConfig, *, has_engine: bool, starte
     return list({server.url: server for server in reversed(found)}.values())[::-1]
 
 
-def _teachers(cfg: OrchestratorConfig) -> Iterator[tuple[str, TeacherSection]]:
-    if cfg.teacher is not None:
-        yield "orchestrator.teacher", cfg.teacher
-    algos = {"orchestrator.algo": cfg.algo} | {f"orchestrator.env.{i}.algo": env.algo for i, env in enumerate(cfg.env)}
-    for key, algo in algos.items():
-        if isinstance(algo, TaughtAlgo) and algo.teacher is not None:
-            yield f"{key}.teacher", algo.teacher
-
-
-def _engines(key: str, section: ClientSection | TeacherSection) -> Iterator[Server]:
+def engine_servers(key: str, section: ClientSection | TeacherSection) -> Iterator[Server]:
+    """The engines of a section, as its client asks them; key: of the section."""
     from stretto.orchestrator.clients import headers_of
 
-    headers = _authorization(os.environ.get(section.api_key_var))
+    headers = authorization(os.environ.get(section.api_key_var))
     if isinstance(section, ClientSection):
         headers, model, model_key = headers_of(section) | headers, section.served_model, f"{key}.served_model"
     else:
@@ -114,7 +92,7 @@ def _engines(key: str, section: ClientSection | TeacherSection) -> Iterator[Serv
         )
 
 
-def _authorization(token: str | None) -> dict[str, str]:
+def authorization(token: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 

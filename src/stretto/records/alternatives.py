@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Int
 
 
 class Alternatives(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,44 +64,6 @@ def concat_alternatives(parts: Sequence[Alternatives | None], lengths: Sequence[
         logprobs=np.concatenate([part.logprobs for part in whole]),
         weights=np.concatenate([part.weights for part in whole]),
         is_forward=np.concatenate([part.is_forward for part in whole]),
-    )
-
-
-def alternatives_of(
-    token_ids: Int[np.ndarray, " tokens"],
-    positions: Int[np.ndarray, " rows"],
-    logprobs: Float[np.ndarray, " tokens"],
-    likeliest: tuple[Int[np.ndarray, "tokens top"], Float[np.ndarray, "tokens top"]],
-    *,
-    is_forward: bool,
-) -> Alternatives:
-    """What one teacher holds for likeliest at these positions: the token itself, and those of its likeliest others.
-
-    logprobs: those of the tokens. likeliest: ids and log-probabilities.
-    """
-    ids = np.column_stack((token_ids[positions], likeliest[0][positions])).astype(np.int32)
-    values = np.column_stack((logprobs[positions], likeliest[1][positions])).astype(np.float32)
-    is_again = ids == ids[:, :1]
-    is_again[:, 0] = False
-    ids[is_again], values[is_again] = -1, 0.0
-    num_rows = len(positions)
-    return Alternatives(
-        positions=positions.astype(np.int32),
-        ids=ids[:, None],
-        logprobs=values[:, None],
-        weights=np.ones((num_rows, 1), np.float32),
-        is_forward=np.full(num_rows, is_forward),
-    )
-
-
-def join_teachers(parts: Sequence[Alternatives], weights: Float[np.ndarray, " teachers"]) -> Alternatives:
-    """Those of several teachers at the same positions; weights: their shares, with the sum 1."""
-    return Alternatives(
-        positions=parts[0].positions,
-        ids=np.concatenate([part.ids for part in parts], axis=1),
-        logprobs=np.concatenate([part.logprobs for part in parts], axis=1),
-        weights=np.tile(weights.astype(np.float32), (len(parts[0].positions), 1)),
-        is_forward=parts[0].is_forward,
     )
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import ClientSession, web
+from stretto.launch.plan.models import with_chosen_engines
+from stretto.orchestrator.models import open_models
 from tiny import build_policy
 
 from stretto.base.errors import ConfigError, EngineError
@@ -21,11 +23,9 @@ from stretto.config.sections.distill import FrozenModelPlace
 from stretto.config.sections.model import ScratchSection
 from stretto.envs.base import RunInfo, load_environment
 from stretto.envs.workers.pool import open_workers
-from stretto.launch.plan.models import with_chosen_engines
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.value_head import HEAD_NAME, SCORE_NAME, classification_config, load_value_model, with_value_head
-from stretto.orchestrator.models import open_models
 from stretto_preference.scorer import ScoreServer, score_texts
 
 SCRATCH = ScratchSection(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)

@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 from cases.vime import put_files, words_of
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.launch.plan.engines import plan_engines
@@ -42,6 +43,7 @@ def read(tmp_path, monkeypatch):
     return command
 
 
+@needs("frozen")
 def test_models_become_engines_of_the_policy_and_frozen_ones(read):
     cfg = read("--vllm-config", TWO, gpus=6)
     assert cfg.inference.parallel.tp == 2 and cfg.inference.deployment.num_replicas == 2
@@ -106,6 +108,7 @@ def test_groups_of_several_nodes_leave_the_gpus_of_placeholders(read):
     assert cfg.num_nodes == 4 and found == [(1, eight), (2, eight), (3, ("4", "5")), (3, ("6", "7"))]
 
 
+@needs("frozen")
 def test_frozen_models_over_nodes_may_be_larger_than_one_or_leave_gpus_idle(read):
     cfg = read("--vllm-config", """
         vllm:

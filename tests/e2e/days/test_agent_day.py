@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from desk import copied, summary, typed
+from processes.add_ons import needs
 
 from stretto.ledger.audit import audit
 from stretto_python.run import Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("frozen")]
 
 
 @pytest.fixture(scope="module")

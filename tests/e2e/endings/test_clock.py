@@ -219,6 +219,7 @@ def test_what_is_learned_from_a_critic_or_a_teacher_is_repeated(model: Path, tmp
     if recipe == "critic":
         settings["orchestrator"]["algo"] = {"type": "ppo"}
     else:
+        pytest.importorskip("stretto_frozen")
         settings["orchestrator"] |= {"algo": {"type": "opd", "top_k": 4}, "teacher": {"model": str(model)}}
     run = play(tmp_path / "first", settings).run
     code, output = wait(start("replay", [str(run)], tmp_path))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ports import free_ports
+from processes.add_ons import needs
 from runs import Ended, start, untrained_model, wait
 
 from stretto.base.paths import RunDir
@@ -85,6 +86,7 @@ def test_flags_of_vime_train_as_the_same_toml_does_and_the_reward_rises(estimato
     assert len(variances) == 16 and variances[-1] > variances[0]
 
 
+@needs("frozen")
 def test_a_frozen_model_that_generates_rewards_the_policy(tmp_path):
     model = str(untrained_model(tmp_path))
     words = ["@", str(EXAMPLES / "judge" / "rl.toml"), "--model.name", model, "--models.judge.model", model]

@@ -799,24 +799,6 @@ def test_a_flag_may_be_given_again_and_another_spelling_with_the_same_value(tmp_
     assert cfg.inference is not None and cfg.inference.seed == 2
 
 
-@pytest.mark.parametrize(
-    ("key", "told"),
-    [
-        (
-            "--models.rm.base-url localhost:9000",
-            'models.rm.base_url = "localhost:9000" is not an address; write it like',
-        ),
-        (
-            "--orchestrator.algo.type opd --orchestrator.teacher.base-url gpu7",
-            'orchestrator.teacher.base_url = "gpu7" is not an address',
-        ),
-    ],
-)
-def test_addresses_of_other_models_are_addresses(key: str, told: str, tmp_path: Path) -> None:
-    lines = complaints(tmp_path, ENV, key)
-    assert any(told in line for line in lines), lines
-
-
 def test_a_key_of_a_table_by_name_may_have_dashes(tmp_path: Path) -> None:
     (tmp_path / "rl.toml").write_text(ENV)
     words = ["--models.my-judge.base-url", "http://a:1/v1", "--models.my-judge.client.max-concurrent", "3"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stretto.records.alternatives import Alternatives, alternatives_of, concat_alternatives, join_teachers
+from stretto.records.alternatives import Alternatives, concat_alternatives
 from stretto.records.codec import decode, encode
 
 
@@ -55,17 +55,3 @@ def test_what_is_joined_and_cut_again_is_what_it_was(seed: int) -> None:
 
 def test_samples_without_alternatives_have_none_together() -> None:
     assert concat_alternatives([None, None], [3, 4]) is None
-
-
-def test_the_token_itself_is_one_of_them_and_there_once() -> None:
-    tokens = np.array([5, 6, 7], np.int32)
-    top_ids = np.array([[0, 0], [6, 9], [8, 9]], np.int32)
-    top = np.array([[0, 0], [-0.1, -3], [-1, -2]], np.float32)
-    logprobs = np.array([0, -0.1, -4], np.float32)
-    one = alternatives_of(tokens, np.array([1, 2]), logprobs, (top_ids, top), is_forward=True)
-    as_float = lambda pairs: {token: pytest.approx(value) for token, value in pairs.items()}
-    assert by_token(one, 3) == [
-        None, (True, [(1.0, as_float({6: -0.1, 9: -3}))]), (True, [(1.0, as_float({7: -4, 8: -1, 9: -2}))])
-    ]  # fmt: skip
-    both = join_teachers([one, one], np.array([0.25, 0.75]))
-    assert [weight for weight, _ in by_token(both, 3)[1][1]] == [0.25, 0.75]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stretto import addons
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules import batches, engine, frozen, learning, machines, megatron, model, run
+from stretto.config.rules import batches, engine, learning, machines, megatron, model, run
 from stretto.config.rules.rule import At, Problem, Problems, Rule, Rules, below, of_part, value_of, walk
 from stretto.config.section import Section
 from stretto.config.sections.engines import RouterSection
@@ -14,7 +14,7 @@ from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorS
 from stretto.config.sections.trainer import AdamWOptim, TrainerKeys, TrainerSection
 
 GROUP = "stretto.rules"
-TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines, megatron, frozen))
+TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines, megatron))
 DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (OrchestratorKeys, batches.late_rollouts),
     (OrchestratorKeys, batches.limit_never_reached),

@@ -10,8 +10,7 @@ from stretto.config.flags.router import arguments as router_arguments
 from stretto.config.flags.table import option_of
 from stretto.config.flags.vllm import VLLM
 from stretto.config.root import InferenceConfig
-from stretto.config.rules.batches import is_address
-from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, value_of
+from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, is_address, value_of
 from stretto.config.section import show
 from stretto.config.sections.engines import (
     POLICIES,

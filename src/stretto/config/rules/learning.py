@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from stretto.config.root import OrchestratorConfig, RLConfig
+from stretto.config.root import RLConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, matching
 from stretto.config.sections import algorithm
-from stretto.config.sections.algorithm import Algo, CreditSection, KlShapingSection, LossSection
-from stretto.config.sections.distill import WITHOUT_REWARD, OpsdAlgo, ScoredAlgo, TaughtAlgo
+from stretto.config.sections.algorithm import CreditSection, KlShapingSection, LossSection
+from stretto.config.sections.distill import WITHOUT_REWARD
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.trainer import AdamWOptim, TrainerKeys, TrainerSection
 
@@ -24,12 +24,6 @@ WITHOUT_RATIO = {"reinforce", "custom"}
 """Losses that importance weights may multiply."""
 RATIO_BOUNDS = ("clip_low", "clip_high", "clip_dual", "dppo_mask_low", "dppo_mask_high", "ipo_threshold")
 """Keys of losses that bound how far the policy may move from the denominator of the ratio."""
-
-
-def algos_of(section: OrchestratorKeys) -> dict[str, Algo]:
-    """The algos in use by path: those of environments, and the run's if one has none."""
-    algos = {f"env.{i}.algo": env.algo for i, env in enumerate(section.env) if env.algo is not None}
-    return algos if section.env and len(algos) == len(section.env) else {**algos, "algo": section.algo}
 
 
 def algo_types(section: OrchestratorKeys) -> set[str]:
@@ -102,7 +96,7 @@ def acting_losses(cfg: RLConfig, at: At) -> Problems:
 
 def untrained_environments(cfg: RLConfig, at: At) -> Problems:
     """Loss terms that would still train an environment whose algo is "zero"."""
-    zeros = [path for path, algo in algos_of(cfg.orchestrator).items() if algo.type == "zero"]
+    zeros = [path for path, algo in cfg.orchestrator.algos.items() if algo.type == "zero"]
     if not zeros:
         return
     zero, loss = at(f"orchestrator.{zeros[0]}.type"), cfg.trainer.loss
@@ -125,7 +119,7 @@ def untrained_environments(cfg: RLConfig, at: At) -> Problems:
 
 def scored_algos(cfg: RLConfig, at: At) -> Problems:
     """[trainer.advantages] goes with the algos that send it scores."""
-    algos, shaping = algos_of(cfg.orchestrator), cfg.trainer.advantages
+    algos, shaping = cfg.orchestrator.algos, cfg.trainer.advantages
     table, critic = at("trainer.advantages"), at("trainer.critic")
     if shaping is not None and all(algo.type in WITHOUT_REWARD for algo in algos.values()):
         kinds = " and ".join(sorted({algo.type for algo in algos.values()}))
@@ -213,7 +207,7 @@ def shaping(s: KlShapingSection, at: At) -> Problems:
 def credited_turns(cfg: RLConfig, at: At) -> Problems:
     """Nothing replaces the advantages of turns afterwards."""
     shaping = cfg.trainer.advantages
-    for path, algo in algos_of(cfg.orchestrator).items():
+    for path, algo in cfg.orchestrator.algos.items():
         turns = algo.turns if isinstance(algo, CreditSection) else None
         key, table = at(f"orchestrator.{path}.turns"), at("trainer.advantages")
         if turns is not None and shaping is not None and shaping.type in ("gae", "returns"):
@@ -230,7 +224,7 @@ def credit_weights(s: algorithm.TurnCredit, at: At) -> Problems:
 
 def credit_hooks(s: OrchestratorKeys, at: At) -> Problems:
     """Hooks that give a sample one advantage leave none to its turns."""
-    for path, algo in algos_of(s).items():
+    for path, algo in s.algos.items():
         if isinstance(algo, CreditSection) and algo.turns is not None:
             for name in ("reward_post_process", "convert_samples_to_train_data"):
                 hook, key = at(f"hooks.{name}"), at(f"{path}.turns")
@@ -255,7 +249,7 @@ def overlong_buffer(s: algorithm.OverlongSection, at: At) -> Problems:
 
 def overlong_length(s: OrchestratorSection, at: At) -> Problems:
     """A penalty must begin at a length that rollouts can have."""
-    for path, algo in algos_of(s).items():
+    for path, algo in s.algos.items():
         overlong = algo.overlong if isinstance(algo, CreditSection) else None
         if overlong and 0 <= (begin := overlong.max_tokens - overlong.buffer_tokens) >= s.seq_len:
             longest = at(f"{path}.overlong.max_tokens")
@@ -279,23 +273,10 @@ def echoed_roles(s: algorithm.EchoAlgo, at: At) -> Problems:
         yield Problem(kind, f"{kind}: no role has a weight, so that it would be grpo; give tool, user or system one")
 
 
-def divergence(s: ScoredAlgo, at: At) -> Problems:
-    """Which divergence to a teacher counts with several tokens."""
-    if s.top_k is None:
-        yield from idle(at, "divergence", "top_k", "give a number of tokens")
-
-
-def demonstration(s: OpsdAlgo, at: At) -> Problems:
-    """A template shows its demonstration."""
-    key = at("template")
-    if s.template.count("{demonstration}") != 1:
-        yield Problem(key, f"{key.path} must hold {{demonstration}} once: that is what it shows")
-
-
 def used_algos(s: OrchestratorKeys, at: At) -> Problems:
     """The run's algo is one that an environment uses."""
     default = type(s).model_fields["algo"].default
-    if "algo" not in algos_of(s) and s.algo != default:
+    if "algo" not in s.algos and s.algo != default:
         key, what = at("algo"), "every environment has an `algo` of its own; drop it or one of those"
         yield Problem(key, f"{key.path} does nothing: {what}")
     else:
@@ -305,7 +286,7 @@ def used_algos(s: OrchestratorKeys, at: At) -> Problems:
 
 def filtered_advantages(s: OrchestratorKeys, at: At) -> Problems:
     """Filters of advantages see some."""
-    algos = algos_of(s)
+    algos = s.algos
     kinds = {algo.type for algo in algos.values()}
     late = next((path for path, algo in algos.items() if algo.type in BATCH_BASELINE), "")
     for index, each in enumerate(s.filters):
@@ -339,42 +320,6 @@ def gated_advantages(s: OrchestratorKeys, at: At) -> Problems:
                 yield Problem(key, f'{key}: {why}; drop it or use "reward_range"')
 
 
-# -- teachers --
-
-
-def uses_run_teacher(algo: Algo) -> bool:
-    """Whether it learns from [orchestrator.teacher]."""
-    return isinstance(algo, TaughtAlgo) and algo.teacher is None and not algo.teachers
-
-
-def teachers(s: OrchestratorSection, at: At) -> Problems:
-    """There is a teacher if, and only if, an algo needs one."""
-    taught = {path: algo for path, algo in algos_of(s).items() if isinstance(algo, TaughtAlgo)}
-    users = [path for path, algo in taught.items() if uses_run_teacher(algo)]
-    teacher = at("teacher")
-    if users and s.teacher is None:
-        kind = at(f"{users[0]}.type")
-        yield Problem(kind, f"{kind} needs [{teacher.path}] with the base_url of an engine that serves the teacher")
-    elif s.teacher is not None and not users:
-        what = 'does nothing: no algo has type = "opd" or "sft" without a teacher of its own; drop it'
-        yield Problem(teacher, f"{teacher.path} {what}")
-    for path, algo in taught.items():
-        if algo.teacher is not None and algo.teachers:
-            both = at(f"{path}.teacher"), at(f"{path}.teachers")
-            yield Problem(both, f"{both[0].path} and {both[1].path} say both who teaches; give one")
-        elif algo.teacher is not None and algo.teacher.base_url is None:
-            key = at(f"{path}.teacher.base_url")
-            what = f"give the address of a teacher that runs; `rl` starts [{teacher.path}] and the models of `teachers`"
-            yield Problem(key, f"{key.path}: {what}")
-
-
-def teacher_address(s: OrchestratorConfig, at: At) -> Problems:
-    """The verb `orchestrator` starts no teacher."""
-    key = at("teacher.base_url")
-    if s.teacher and s.teacher.base_url is None and any(map(uses_run_teacher, algos_of(s).values())):
-        yield Problem(key, f"{key.path}: give the address of the engine that serves it; only `rl` starts one")
-
-
 def high_rate(s: AdamWOptim, at: At) -> Problems:
     """A rate moves weights by a small part."""
     rate = at("lr")
@@ -395,10 +340,7 @@ RULES: Rules = {
     algorithm.OverlongSection: (overlong_buffer,),
     algorithm.HierarchicalGrpoAlgo: (roles,),
     algorithm.EchoAlgo: (echoed_roles,),
-    ScoredAlgo: (divergence,),
-    OpsdAlgo: (demonstration,),
     OrchestratorKeys: (used_algos, credit_hooks),
-    OrchestratorConfig: (teacher_address,),
-    OrchestratorSection: (teachers, overlong_length),
+    OrchestratorSection: (overlong_length,),
     RLConfig: (scored_algos, credited_turns, untrained_environments, acting_losses),
 }

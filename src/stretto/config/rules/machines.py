@@ -7,19 +7,25 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
-from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
-from stretto.config.rules.batches import is_address, urls
-from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, valid_divisors, value_of
+from stretto.config.rules.batches import urls
+from stretto.config.rules.rule import (
+    At,
+    Problem,
+    Problems,
+    Rules,
+    idle,
+    is_address,
+    is_served,
+    valid_divisors,
+    value_of,
+)
 from stretto.config.sections.inference import InferenceSection
 
 LOOPBACK = "127.0.0.1"
 HOST = re.compile(r"[\w.-]+|(?=.*:.*:)[\da-fA-F:.]+(%[\w.-]+)?")
 """A name or an address of a machine, those of IPv6 without brackets."""
-POLICY_NAMES = ("actor", "default")
-"""Names of the policy in vime's terms."""
 GPU_KEYS = {  # per part of a run: the ids of its GPUs, and their number
     "trainer": ("trainer_gpu_ids", "num_train_gpus"),
     "inference": ("inference_gpu_ids", "num_infer_gpus"),
@@ -51,15 +57,6 @@ def network(c: RLConfig, at: At) -> Problems:
     if c.orchestrator.train.replay and not c.inference.enable_return_sampling_mask:
         what = f"{masks.path} with {kept}: there would be nothing to replay; drop the latter"
         yield Problem((masks, kept), what)
-
-
-def is_served(base_url: list[str] | str, engine: InferenceSection, *, is_only: bool) -> bool:
-    """Whether one of the addresses (with is_only, the only one) is that of the engine."""
-    given = [base_url] if isinstance(base_url, str) else base_url
-    hosts = (*LOCAL_HOSTS, engine.server.host)
-    parts = [urlsplit(url) for url in given if is_address(url)]
-    found = [each for each in parts if each.hostname in hosts and (each.port or 80) == engine.server.port]
-    return bool(found) and (len(given) == 1 or not is_only)
 
 
 def client_address(c: RLConfig, at: At) -> Problems:
@@ -111,86 +108,6 @@ def servers(c: RLConfig, at: At) -> Problems:
                 f"{key} is a process without a server, which `inference` starts on an engine's further nodes, and the "
                 "run would wait for it; leave it out",
             )
-
-
-def teacher(c: RLConfig, at: At) -> Problems:
-    """[teacher_inference] and [orchestrator.teacher] agree about the teacher's model and address."""
-    teacher, engine, key = c.orchestrator.teacher, c.teacher_inference, at("orchestrator.teacher")
-    longest, length = at("teacher_inference.max_model_len"), at("seq_len")
-    if engine is None:
-        yield from idle(at, "teacher_gpu_ids", "teacher_inference", why="this run starts no teacher")
-    elif engine.max_model_len and engine.max_model_len <= c.seq_len:
-        rule = f"{longest} must be above {length}: a scored sample takes one token more"
-        yield Problem((longest, length), rule)
-    if teacher is not None and teacher.base_url is not None:
-        yield from _addresses(teacher.base_url, at(f"{key.path}.base_url"))
-    if engine is None or teacher is None:
-        if teacher is not None and teacher.base_url is None:
-            way = "give base_url of an engine that runs, or model, the directory that one is started with"
-            yield Problem(key, f"{key.path}: {way}")
-        return
-    name, model, url = engine.served_model_name or engine.model, at(f"{key.path}.model"), at(f"{key.path}.base_url")
-    if teacher.model not in (None, name):
-        rule = f'is not what teacher_inference serves, "{name}"; give one of the two'
-        yield Problem((model, at("teacher_inference.model")), f"{model} {rule}")
-    if teacher.base_url is not None and not is_served(teacher.base_url, engine, is_only=True):
-        rule = f"{url.path} = {teacher.base_url} is not the engine that teacher_inference starts; give one of the two"
-        yield Problem((url, at("teacher_inference.server.port")), rule)
-    if engine.deployment.type != "single_node" or engine.deployment.num_replicas != 1:
-        shape = at("teacher_inference.deployment")
-        rule = "`rl` starts one engine for the teacher; start more by hand and give their base_url"
-        yield Problem(shape, f"{shape.path}: {rule}")
-
-
-def frozen_models(c: RLConfig, at: At) -> Problems:
-    """Frozen models have a name, something to serve, and machines with room for it."""
-    for name, section in c.models.items():
-        key = at(f"models.{name}")
-        if name in POLICY_NAMES:
-            yield Problem(key, f"{key.path}: a model's name is the policy's name; use another, such as judge")
-        elif not re.fullmatch(r"[A-Za-z][\w-]*", name):
-            rule = "must be letters, digits, _ and -; use another, such as judge"
-            yield Problem(key, f"{key.path}: a model's name {rule}")
-        if section.api_key is not None:
-            secret = at(f"models.{name}.api_key")
-            yield Problem(secret, f"{secret.path}: functions send it no key; leave it out")
-        if section.base_url is not None:
-            yield from _addresses(section.base_url, at(f"models.{name}.base_url"))
-            continue
-        if section.client.api_key_var is not None:
-            named = at(f"models.{name}.client.api_key_var")
-            yield Problem(named, f"{named}: engines that the run starts get a key of their own; leave it out")
-        if section.model is None:
-            yield Problem(key, f"{key.path}: give model, the directory to serve, or base_url of engines that run")
-        yield from _nodes_of_model(c, name, at)
-
-
-def _addresses(given: list[str] | str, key: Named) -> Problems:
-    """The addresses of engines that are not the policy's are some."""
-    for url in [given] if isinstance(given, str) else given:
-        if not is_address(url):
-            what = f'{key.path} = "{url}" is not an address; write it like http://127.0.0.1:8000/v1'
-            yield Problem(key, what)
-            return
-
-
-def _nodes_of_model(c: RLConfig, name: str, at: At) -> Problems:
-    """A frozen model has no more nodes, and no more GPUs of a node, than the run has for it."""
-    shape, section, key, ids = c.deployment, c.models[name], at(f"models.{name}"), at(f"models.{name}.gpu_ids")
-    own = section.deployment
-    if shape.type != "multi_node":
-        if own.num_nodes > 1:
-            nodes, way = at(f"{key.path}.deployment"), 'use deployment.type = "multi_node", or give base_url'
-            yield Problem(nodes, f"{nodes.path} takes several nodes, and this run has one; {way}")
-        return
-    if section.gpu_ids is not None:
-        yield Problem(ids, f"{ids}: over several nodes it gets the first that are free; leave it out")
-    gpus = section.gpus_with_idle if own.num_nodes == 1 else getattr(own, "gpus_per_node", 0)
-    if shape.gpus_per_node and section.device != "cpu" and gpus > shape.gpus_of_models:
-        taken = f"{gpus} GPUs of each node" if own.num_nodes > 1 else f"{gpus} GPUs"
-        way = "lower its engines or degrees, raise deployment.model_gpus_per_node, spread it over nodes with "
-        way += f"{key.path}.deployment.type, or start it by hand and give base_url"
-        yield Problem(key, f"{key.path} takes {taken}, and a node of models has {shape.gpus_of_models}; {way}")
 
 
 def group_requests(c: RLConfig, at: At) -> Problems:
@@ -526,8 +443,6 @@ RULES: Rules = {
         device_of_engines,
         replicas,
         servers,
-        teacher,
-        frozen_models,
         group_requests,
         sample_lengths,
         idle_gpus,

@@ -14,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
+from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.section import Section, show
+from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.run import RunKeys
 
 SHARED_KEYS = frozenset(RunKeys.model_fields) | {"ckpt"}
@@ -138,3 +141,21 @@ def of_part(section: Section, part: str) -> At:
 def valid_divisors(number: int, divisor: int) -> str:
     """The divisors of a number, if the given one is none; else ""."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0) if number % divisor else ""
+
+
+def is_address(url: str) -> bool:
+    """Whether a URL names a scheme, a host and, if any, a valid port."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def is_served(base_url: list[str] | str, engine: InferenceSection, *, is_only: bool) -> bool:
+    """Whether one of the addresses (with is_only, the only one) is that of the engine."""
+    given = [base_url] if isinstance(base_url, str) else base_url
+    hosts = (*LOCAL_HOSTS, engine.server.host)
+    parts = [urlsplit(url) for url in given if is_address(url)]
+    found = [each for each in parts if each.hostname in hosts and (each.port or 80) == engine.server.port]
+    return bool(found) and (len(given) == 1 or not is_only)

@@ -10,7 +10,7 @@ from pydantic import Field
 from stretto.config.section import Section
 from stretto.config.sections.algorithm import Algo, GrpoAlgo
 from stretto.config.sections.curriculum import CurriculumSection, Filter, Gate, TruncatedFilter
-from stretto.config.sections.distill import FrozenModelPlace, RequestsSection, TaughtAlgo, TeacherSection
+from stretto.config.sections.distill import FrozenModelPlace, OpsdAlgo, RequestsSection, TaughtAlgo, TeacherSection
 from stretto.config.sections.hooks import HooksSection
 from stretto.config.sections.model import RendererSection
 from stretto.config.sections.run import RunKeys
@@ -471,6 +471,12 @@ class OrchestratorKeys(Section):
         """The section of a training environment, by its name."""
         return next((section for section in self.env if (section.name or section.id) == name), None)
 
+    @property
+    def algos(self) -> dict[str, Algo]:
+        """The algos in use by path: those of environments, and the run's if one has none."""
+        own = {f"env.{i}.algo": env.algo for i, env in enumerate(self.env) if env.algo is not None}
+        return own if self.env and len(own) == len(self.env) else {**own, "algo": self.algo}
+
     def algo_of(self, env: str) -> Algo:
         """Credit of an environment, by its name."""
         section = self.env_of(env)
@@ -492,6 +498,18 @@ class OrchestratorKeys(Section):
             return {name: (self.frozen_models[name], weight) for name, weight in algo.teachers.items()}
         section = algo.teacher or self.teacher
         return {} if section is None else {"teacher": (section, 1.0)}
+
+    @property
+    def beside(self) -> str:
+        """A key that asks for models beside the policy, for messages; "": there are none."""
+        if self.frozen_models:
+            return f"[models.{next(iter(self.frozen_models))}]"
+        if self.teacher is not None:
+            return "[orchestrator.teacher]"
+        for path, algo in self.algos.items():
+            if isinstance(algo, TaughtAlgo | OpsdAlgo):
+                return f'orchestrator.{path}.type = "{algo.type}"'
+        return ""
 
     def sampling_of(self, env: str) -> SamplingSection:
         """How rollouts of an environment are sampled."""

@@ -16,7 +16,7 @@ config, and the plan depends on nothing that differs between machines. Nodes, in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from stretto.base import process
 from stretto.base.errors import ConfigError
@@ -26,12 +26,11 @@ from stretto.check.nodes import check_hosts
 from stretto.config.root import RLConfig
 from stretto.config.sections.deployment import MultiNodeDeployment
 from stretto.config.sections.engines import EngineGroups
+from stretto.launch.plan.beside import engines_beside
 from stretto.launch.plan.engines import plan_replicas
-from stretto.launch.plan.models import started_models, with_model_hosts
 from stretto.launch.plan.placement import (
     GPU_HOST_THREADS,
     MOST_THREADS,
-    frozen_engine_threads,
     replaced,
     share_gpu_memory,
     with_canary_tolerance,
@@ -44,8 +43,6 @@ from stretto.launch.plan.processes import (
     engine_key_env,
     engine_processes,
     engine_threads,
-    model_process,
-    models_key,
     orchestrator_process,
     rank_processes,
     with_engine_key,
@@ -82,12 +79,13 @@ def plan_nodes(
     cfg = with_canary_tolerance(cfg, trains_on_gpus=has_gpus, samples_on_gpus=has_gpus and samples)
     if engines is not None:
         cfg = with_engines(cfg, engines)
-    first_model = cfg.num_nodes - cfg.num_model_nodes
-    cfg = with_model_hosts(cfg, hosts[first_model:])
+    beside = engines_beside(cfg)
+    cfg = beside.with_hosts(cfg, hosts[cfg.num_nodes - cfg.num_model_nodes :])
     cfg = _with_threads(with_run(cfg, resume_step), shape)
-    made_key = models_key(cfg, secret)
-    client_key = made_key if keyed is None else made_key | client_key_env(keyed, cfg.orchestrator.client.api_key_var)
-    processes = [orchestrator_process(cfg, run, client_key), *_ranks(cfg, run, hosts)]
+    others, client_env = beside.node_processes(cfg, run, secret)
+    if keyed is not None:
+        client_env |= client_key_env(keyed, cfg.orchestrator.client.api_key_var)
+    processes = [orchestrator_process(cfg, run, client_env), *_ranks(cfg, run, hosts)]
     if engines is not None and cfg.inference is not None and keyed is not None:
         key = engine_key_env(keyed, cfg.orchestrator.client.api_key_var)
         started = engine_processes(
@@ -97,7 +95,7 @@ def plan_nodes(
         processes += [
             dataclasses.replace(spec, node=0) if spec.role == "router" and is_first else spec for spec in started
         ]
-    processes += _models(cfg, run, first_model, made_key)
+    processes += others
     # Groups of engines name the GPUs that they leave (`idle_gpus`), or are refused.
     has_groups = cfg.inference is not None and isinstance(cfg.inference.deployment, EngineGroups)
     if not has_groups and not in_pods:
@@ -227,26 +225,6 @@ def _ranks(cfg: RLConfig, run: RunDir, hosts: Sequence[str]) -> list[ProcessSpec
             cfg, run, "critic", critic_gpus, critics, port + 1, lost_after_s=lost_after_s, first_node=first
         ),
     ]
-
-
-def _models(cfg: RLConfig, run: RunDir, first_node: int, made_key: Mapping[str, str]) -> list[ProcessSpec]:
-    """The engines of frozen models, one process per node."""
-    specs = []
-    for name, section in started_models(cfg):
-        node, first = cfg.model_places[name]
-        nodes = section.deployment.num_nodes
-        count = section.gpus_with_idle if nodes == 1 else getattr(section.deployment, "gpus_per_node", 0)
-        count *= section.device != "cpu" and (cfg.deployment.gpus_per_node or 0) > 0
-        gpus = [str(gpu) for gpu in range(first, first + count)]
-        threads = frozen_engine_threads(section, MOST_THREADS, gpus)
-        spec = model_process(cfg, run, name, threads, gpus, made_key)
-        for rank in range(nodes):
-            own = dataclasses.replace(spec, node=first_node + node + rank)
-            if nodes > 1:
-                argv = (*spec.argv, "--node-rank", str(rank))
-                own = dataclasses.replace(own, rank=rank, num_ranks=nodes, argv=argv)
-            specs.append(own)
-    return specs
 
 
 def with_config_dir(spec: ProcessSpec, run: RunDir, own: RunDir) -> ProcessSpec:

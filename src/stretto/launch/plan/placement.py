@@ -16,7 +16,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims, in_url
 from stretto.base.rundir import JOB_VAR
 from stretto.config.root import RLConfig, RunRoot
-from stretto.config.sections.inference import InferenceSection, ServerSection
+from stretto.config.sections.inference import ServerSection
 from stretto.config.sections.model import dtype_on
 from stretto.launch.plan.engines import BACKEND_OFFSET, has_router, plan_engines
 from stretto.launch.plan.specs import EnginesPlan
@@ -25,7 +25,6 @@ from stretto.records.weight_manifest import BFLOAT16_TOLERANCE
 Root = TypeVar("Root", bound=RunRoot)
 
 _PORTS_TRIED = 200
-TEACHER_PORT = 8050  # of the teacher's engine if none is given: the first free port from here
 PARTS = ("trainer", "inference", "teacher", "critic")
 """Parts of a run whose GPUs are named by `<part>_gpu_ids`, or counted by deployment.num_<part>_gpus."""
 MOST_THREADS = 16  # per process; with more, small matrix products get slower
@@ -48,11 +47,6 @@ def with_free_ports(cfg: RLConfig, ports: PortClaims, notes: list[str]) -> RLCon
             cfg = with_free_port(cfg, wire, ports, notes)
     if cfg.critic_placement is not None:
         cfg = with_free_port(cfg, "trainer.critic.placement", ports, notes)
-    if cfg.teacher_inference is not None:
-        cfg = with_free_port(cfg, "teacher_inference.server", ports, notes, default=TEACHER_PORT)
-        assert cfg.teacher_inference is not None
-        url = client_url(cfg.teacher_inference.server)
-        cfg = replaced(cfg, "orchestrator.teacher.base_url", url)
     if cfg.inference is None:
         return cfg
     # If the user gave the orchestrator an address, the engine must listen on that port.
@@ -248,7 +242,7 @@ def assign_gpus(
             which = ", ".join(map(str, shared))
             notes.append(f"trainer and inference share GPU {which}: this machine shows {len(gpus)} in all")
     keys = "trainer_gpu_ids, inference_gpu_ids or deployment"
-    _check_gpus_exist(keys, {*trainer_ids, *inference_ids}, gpus, cfg, notes)
+    check_gpus_exist(keys, {*trainer_ids, *inference_ids}, gpus, cfg, notes)
     return gpu_names(trainer_ids, gpus), gpu_names(inference_ids, gpus)
 
 
@@ -288,26 +282,11 @@ def assign_critic_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str], note
                 "critic_gpu_ids, or leave trainer.critic.placement out: then it is on the trainer's ranks"
             )
         ids = free[:needed]
-    _check_gpus_exist("critic_gpu_ids", ids, gpus, cfg, notes)
+    check_gpus_exist("critic_gpu_ids", ids, gpus, cfg, notes)
     return gpu_names(ids, gpus)
 
 
-def assign_teacher_gpus(cfg: RLConfig, taken: set[str], gpus: Sequence[str], notes: list[str]) -> list[str]:
-    """GPUs of the teacher's engine: the ones named, else free ones, else the first ones, shared."""
-    engine = cfg.teacher_inference
-    if engine is None or engine.device == "cpu":
-        return []
-    ids = cfg.teacher_gpu_ids
-    if ids is None:
-        count = cfg.deployment.num_teacher_gpus
-        needed = engine.parallel.num_gpus * bool(gpus) if count is None else count
-        free = [index for index, gpu in enumerate(gpus) if gpu not in taken]
-        ids = free[:needed] if len(free) >= needed else list(range(needed))
-    _check_gpus_exist("teacher_gpu_ids or deployment", ids, gpus, cfg, notes)
-    return gpu_names(ids, gpus)
-
-
-def _check_gpus_exist(keys: str, ids: Iterable[int], gpus: Sequence[str], cfg: RLConfig, notes: list[str]) -> None:
+def check_gpus_exist(keys: str, ids: Iterable[int], gpus: Sequence[str], cfg: RLConfig, notes: list[str]) -> None:
     """Check that this machine has the GPUs that these keys name; a dry run only notes missing ones.
 
     Raises: ConfigError if GPUs are missing and this is not a dry run.
@@ -318,19 +297,6 @@ def _check_gpus_exist(keys: str, ids: Iterable[int], gpus: Sequence[str], cfg: R
         if not cfg.dry_run:
             raise ConfigError(f"{message}; leave the key out, name others, or set CUDA_VISIBLE_DEVICES.")
         notes.append(message)
-
-
-def share_with_teacher(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLConfig:
-    """Give the teacher a quarter of the memory of a GPU it shares, unless the user gave a share."""
-    teacher = cfg.teacher_inference
-    if not shared or teacher is None or "gpu_memory_utilization" in teacher.model_fields_set:
-        return cfg
-    notes.append("teacher_inference.gpu_memory_utilization is 0.25, since it shares its GPU")
-    cfg = replaced(cfg, "teacher_inference.gpu_memory_utilization", 0.25)
-    if cfg.inference is None or "gpu_memory_utilization" in cfg.inference.model_fields_set:
-        return cfg
-    least = min(cfg.inference.gpu_memory_utilization, 0.5)
-    return replaced(cfg, "inference.gpu_memory_utilization", least)
 
 
 def share_gpu_memory(cfg: RLConfig, shared: set[str], notes: list[str]) -> RLConfig:
@@ -393,10 +359,3 @@ def assign_threads(
 def with_threads(cfg: RLConfig, threads: dict[str, int]) -> RLConfig:
     cfg = replaced(cfg, "trainer.num_threads", threads["trainer"])
     return cfg if cfg.inference is None else replaced(cfg, "inference.num_threads", threads["inference"])
-
-
-def frozen_engine_threads(section: InferenceSection, engine_threads: int, gpus: Sequence[str]) -> int:
-    """CPU threads of a teacher's or a frozen model's engine; engine_threads: those of the policy's engine."""
-    if section.num_threads is not None:
-        return section.num_threads
-    return GPU_HOST_THREADS if gpus else max(engine_threads, 1)

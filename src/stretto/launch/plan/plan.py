@@ -30,19 +30,16 @@ from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.model import dtype_on, shares_prefixes, why_unshared
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
 from stretto.data.model_file import find_model_file
-from stretto.launch.plan.models import assign_model_gpus, role_of, started_models, with_model_ports
+from stretto.launch.plan.beside import engines_beside
 from stretto.launch.plan.placement import (
     assign_critic_gpus,
     assign_gpus,
-    assign_teacher_gpus,
     assign_threads,
     free_port,
-    frozen_engine_threads,
     local_engines,
     planned_gpus,
     replaced,
     share_gpu_memory,
-    share_with_teacher,
     with_canary_tolerance,
     with_engine_ports,
     with_free_ports,
@@ -55,14 +52,10 @@ from stretto.launch.plan.processes import (
     engine_key_env,
     engine_process,
     helper_processes,
-    model_process,
-    models_key,
     orchestrator_process,
     rank_processes,
     section_of,
-    teacher_process,
     with_engine_key,
-    with_teacher_key,
 )
 from stretto.launch.plan.routers import with_reachable_host
 from stretto.launch.plan.specs import EnginesPlan
@@ -144,8 +137,8 @@ class LaunchPlan:
         is_on_gpu = any(spec.devices for spec in processes if spec.role == "inference")
         check_drafts(cfg, is_on_gpu=is_on_gpu)
         on_cpu = {spec.role for spec in processes} - {spec.role for spec in processes if spec.devices}
-        parts = {"teacher": "teacher_inference", **{role_of(name): f"models.{name}" for name, _ in started_models(cfg)}}
-        check_devices(cfg, {parts.get(role, role) for role in on_cpu})
+        sections = engines_beside(cfg).sections(cfg)
+        check_devices(cfg, {sections.get(role, role) for role in on_cpu})
         every = (
             *notes,
             *loss_notes(cfg),
@@ -162,14 +155,7 @@ class LaunchPlan:
         Engines have files of their own, since their ports, addresses and options of vLLM come from the plan.
         """
         configs: dict[str, Section] = {"run": self.config, "eval": eval_config(self.config, self.run)}
-        if self.config.teacher_inference is not None:
-            configs["teacher"] = self.config.teacher_config()
-        for name, section in started_models(self.config):
-            configs[role_of(name)] = own = self.config.model_config_of(name)
-            if (num_nodes := section.deployment.num_nodes) > 1:
-                first = len(self.hosts) - self.config.num_model_nodes + self.config.model_places[name][0]
-                hosts = list(self.hosts[first : first + num_nodes])
-                configs[role_of(name)] = own.model_copy(update={"hosts": hosts})
+        configs |= engines_beside(self.config).configs(self.config, self.hosts)
         if self.engines is not None:
             served = self.config.inference_config()
             configs |= {engine.name: section_of(served, engine) for engine in self.engines.engines}
@@ -265,6 +251,7 @@ def plan(
     Raises: ConfigError if a port given by the user is taken, or GPUs are missing.
     """
     notes: list[str] = []
+    beside = engines_beside(cfg)
     if cfg.service is not None:
         cfg = replaced(cfg, "orchestrator.client.base_url", cfg.service.engine_url(cfg.run_name))
     keyed = cfg.inference
@@ -277,7 +264,7 @@ def plan(
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
         cfg = with_free_ports(cfg, claims, notes)
-        cfg = with_model_ports(cfg, claims)
+        cfg = beside.with_ports(cfg, claims, notes)
     engines = local_engines(cfg)
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
@@ -290,28 +277,18 @@ def plan(
     trainer_gpus, inference_gpus = assign_gpus(cfg, engines, gpus, notes)
     critic_gpus = assign_critic_gpus(cfg, {*trainer_gpus, *inference_gpus}, gpus, notes)
     taken = {*trainer_gpus, *inference_gpus, *critic_gpus}
-    teacher_gpus = assign_teacher_gpus(cfg, taken, gpus, notes)
-    model_gpus = assign_model_gpus(cfg, {*taken, *teacher_gpus}, gpus)
     cfg = share_gpu_memory(cfg, {*trainer_gpus, *critic_gpus} & set(inference_gpus), notes)
-    cfg = share_with_teacher(cfg, set(teacher_gpus) & taken, notes)
+    cfg, gpus_beside = beside.with_gpus(cfg, taken, gpus, notes)
     cfg = with_canary_tolerance(cfg, trains_on_gpus=bool(trainer_gpus), samples_on_gpus=bool(inference_gpus))
     threads = assign_threads(cfg, trainer_gpus, inference_gpus, notes)
     cfg = with_threads(cfg, threads)
     engines = local_engines(cfg)
     cfg = with_run(cfg, resume_step)
     gpus_of = {"inference": inference_gpus, "trainer": trainer_gpus, "critic": critic_gpus}
-    teacher, made_key = with_teacher_key(cfg, keyed, secret), models_key(cfg, secret)
-    client_env = _frozen_client_env(cfg, teacher) | made_key
-    processes = _processes(cfg, run, engines, gpus_of, rendezvous, keyed, client_env)
-    if teacher is not None:
-        num_threads = frozen_engine_threads(teacher, threads["inference"], teacher_gpus)
-        processes.insert(0, teacher_process(cfg, run, teacher, num_threads, teacher_gpus))
+    others, client_env = beside.processes(cfg, run, secret, gpus_beside, keyed, threads["inference"])
+    processes = [*others, *_processes(cfg, run, engines, gpus_of, rendezvous, keyed, client_env)]
     if cfg.orchestrator.debug == "rollouts":
         processes = [spec for spec in processes if spec.role not in ("trainer", "critic")]
-    for name, section in started_models(cfg):
-        own = model_gpus[name]
-        num_threads = frozen_engine_threads(section, threads["inference"], own)
-        processes.insert(0, model_process(cfg, run, name, num_threads, own, made_key))
     return LaunchPlan.of(run, cfg, engines, processes, notes=notes)
 
 
@@ -323,13 +300,6 @@ def with_run(cfg: RLConfig, resume_step: int | None) -> RLConfig:
 
 
 # -- processes and batch --
-
-
-def _frozen_client_env(cfg: RLConfig, teacher: InferenceSection | None) -> dict[str, str]:
-    """The teacher's key, as the orchestrator's environment; teacher: [teacher_inference] with its key."""
-    if cfg.orchestrator.teacher is None or teacher is None:
-        return {}
-    return client_key_env(teacher, cfg.orchestrator.teacher.api_key_var)
 
 
 def _processes(

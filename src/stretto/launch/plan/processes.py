@@ -18,10 +18,8 @@ from stretto.base.paths import RunDir
 from stretto.base.secret import Secret
 from stretto.check.megatron import trainer_python
 from stretto.config.root import InferenceConfig, RLConfig
-from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.engines import HOLD_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
-from stretto.launch.plan.models import role_of
 from stretto.launch.plan.placement import GPU_HOST_THREADS, MOST_THREADS
 from stretto.launch.plan.specs import EngineSpec, EnginesPlan
 
@@ -226,34 +224,6 @@ def section_of(cfg: InferenceConfig, engine: EngineSpec) -> InferenceConfig:
     return cfg.model_copy(update={key: getattr(engine.section, key) for key in type(engine.section).model_fields})
 
 
-# -- engines that never get new weights --
-
-
-def teacher_process(
-    cfg: RLConfig, run: RunDir, section: InferenceSection, threads: int, gpus: Sequence[str]
-) -> ProcessSpec:
-    """The teacher's engine. section: [teacher_inference] with its key."""
-    teacher = cfg.orchestrator.teacher
-    key_env = engine_key_env(section, None if teacher is None else teacher.api_key_var)
-    return _fixed_engines("teacher", run, section, threads, gpus, key_env)
-
-
-def model_process(
-    cfg: RLConfig, run: RunDir, name: str, threads: int, gpus: Sequence[str], made: Mapping[str, str]
-) -> ProcessSpec:
-    """The engines of a frozen model. made: `models_key`."""
-    return _fixed_engines(role_of(name), run, cfg.models[name], threads, gpus, _model_key_env(cfg, name, made))
-
-
-def _fixed_engines(
-    role: str, run: RunDir, section: InferenceSection, threads: int, gpus: Sequence[str], env: Mapping[str, str]
-) -> ProcessSpec:
-    ports = {"http": section.server.port}
-    return stretto_process(
-        role, run, role, gpus, threads, env, ports, verb="inference", max_restarts=section.max_restarts or 0
-    )
-
-
 # -- keys --
 
 
@@ -273,36 +243,6 @@ def engine_key_env(section: InferenceSection, client_var: str | None) -> dict[st
     """
     others = {} if client_var == KEY_VAR else {KEY_VAR: ""}
     return others | ({} if client_var is None else client_key_env(section, client_var, KEY_VAR))
-
-
-def with_teacher_key(cfg: RLConfig, keyed: InferenceSection | None, secret: Secret | None) -> InferenceSection | None:
-    """[teacher_inference] with its engine's API key: that of the config or environment, else made from the secret.
-
-    keyed: [inference] with its key, which the teacher has too if clients find both in one variable.
-    """
-    section, teacher = cfg.teacher_inference, cfg.orchestrator.teacher
-    if section is None or teacher is None or secret is None:
-        return section
-    if section.api_key is not None or os.environ.get(teacher.api_key_var):
-        return section
-    is_same = keyed is not None and teacher.api_key_var == cfg.orchestrator.client.api_key_var
-    key = keyed.api_key if keyed is not None and is_same else secret.text_key("teacher_inference.api_key")
-    return section.model_copy(update={"api_key": key})
-
-
-def models_key(cfg: RLConfig, secret: Secret | None) -> dict[str, str]:
-    """The key of the engines that the run starts for [models.NAME], as the orchestrator's environment; {} if none."""
-    places = cfg.orchestrator.frozen_models.values()
-    if secret is None or all(place.api_key_var != MODEL_KEY_VAR for place in places):
-        return {}
-    return {MODEL_KEY_VAR: secret.text_key("models.api_key")}
-
-
-def _model_key_env(cfg: RLConfig, name: str, made: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which the engine of a frozen model finds its key; made: `models_key`."""
-    variable = cfg.orchestrator.frozen_models[name].api_key_var
-    key = cfg.models[name].api_key or made.get(variable) or os.environ.get(variable)
-    return {KEY_VAR: key or ""}
 
 
 def with_engine_key(cfg: RLConfig, secret: Secret | None) -> tuple[InferenceSection | None, list[str]]:

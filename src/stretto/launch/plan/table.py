@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from stretto.base import process
 from stretto.config.sections.deployment import ResumeSection
-from stretto.launch.plan.models import role_of, started_models
+from stretto.launch.plan.beside import engines_beside
 from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.plan.processes import ProcessSpec
 
@@ -103,8 +103,7 @@ def resume_text(section: ResumeSection) -> str:
 def gpu_sum(plan: LaunchPlan) -> str | None:
     """`4 trainer + 4 critic + 8 inference + 4 model_ref = 20`; None for a run without GPUs."""
     by_role: dict[str, set[tuple[int, str]]] = {}
-    models = [role_of(name) for name, _ in started_models(plan.config)]
-    for role in ("trainer", "critic", "inference", "teacher", *models):
+    for role in ("trainer", "critic", "inference", *engines_beside(plan.config).sections(plan.config)):
         own = {(spec.node, gpu) for spec in plan.processes if spec.role == role for gpu in spec.devices}
         if own:
             by_role[role] = own

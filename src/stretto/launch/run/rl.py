@@ -20,7 +20,7 @@ from stretto.base.process import EXIT_LOST
 from stretto.base.secret import Secret, find_secret, load_secret
 from stretto.check import nodes as node_checks
 from stretto.check.megatron import check_trainer_python
-from stretto.check.models import check_shape, models_of
+from stretto.check.models import check_shape, models_of, needs_vllm
 from stretto.check.routers import check_router
 from stretto.check.start import check_files, check_node, check_processes, check_run, check_trackers
 from stretto.config.changes import changes
@@ -29,7 +29,8 @@ from stretto.data.hub_model import fetch
 from stretto.launch.launchers import all_launchers, launcher_of
 from stretto.launch.plan import nodes
 from stretto.launch.plan import plan as planning
-from stretto.launch.plan.models import with_chosen_engines
+from stretto.launch.plan.beside import engines_beside
+from stretto.launch.plan.placement import replaced
 from stretto.launch.plan.plan import LaunchPlan
 from stretto.launch.run import page
 from stretto.launch.run.console import Console
@@ -76,7 +77,9 @@ def _plan(
 ) -> LaunchPlan:
     if resume_step is not None and cfg.resume is not None and not cfg.resume.skip_progress:
         rundir.check_max_steps(cfg.max_steps, resume_step)
-    cfg = with_chosen_engines(cfg)
+    if cfg.inference is not None and needs_vllm(cfg.inference, cfg.inference.model or cfg.model.name):
+        cfg = replaced(cfg, "inference.engine", "vllm")
+    cfg = engines_beside(cfg).with_engines(cfg)
     if cfg.deployment.type == "multi_node":
         plan = nodes.plan_nodes(cfg, run, resume_step, secret)
     else:

@@ -22,12 +22,12 @@ from stretto.config.sections.inference import KEY_VAR
 from stretto.data.hub_model import fetch
 from stretto.envs.base import tasks_of
 from stretto.monitors.base import build_monitors
-from stretto.orchestrator.build import build_eval_renderer, open_env, places_of, run_info
+from stretto.orchestrator.beside import open_beside
+from stretto.orchestrator.build import build_eval_renderer, open_env, run_info
 from stretto.orchestrator.clients import build_chat, build_engines
 from stretto.orchestrator.eval.evaluator import standalone_evaluator
 from stretto.orchestrator.eval.results import format_table, write_results
 from stretto.orchestrator.eval_scores import EvalScore, eval_row
-from stretto.orchestrator.models import open_models, wait_for
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
 
@@ -61,14 +61,14 @@ async def evaluate_engine(cfg: EvalConfig) -> list[EvalScore]:
     async with AsyncExitStack() as stack:
         # Environments first: their errors are reported before an engine is started.
         renderer = None if cfg.client.api == "chat" else build_eval_renderer(cfg)
-        models = open_models(places_of(cfg), stack)
-        info = run_info(cfg, renderer, cfg.eval.sampling, cfg.tokenizer.name or cfg.model, models)
+        beside = open_beside(cfg, stack)
+        info = run_info(cfg, renderer, cfg.eval.sampling, cfg.tokenizer.name or cfg.model, beside.models)
         envs = [open_env(env, cfg.run_dir.logs, stack, info) for env in cfg.eval.env]
         for env in envs:
             tasks_of(env, "eval")  # raises if there are none
         stack.enter_context(warn_when_blocked())
         key = await stack.enter_async_context(serve_model(cfg))
-        await wait_for(models, places_of(cfg))
+        await beside.wait_ready()
         section = cfg.client
         monitors = build_monitors(cfg.monitors, cfg.run_dir, "eval", cfg.run_name, resumed_step=None)
         stack.callback(monitors.close, MONITOR_CLOSE_S)
@@ -77,11 +77,11 @@ async def evaluate_engine(cfg: EvalConfig) -> list[EvalScore]:
             chat = await stack.enter_async_context(build_chat(section))
             await chat.wait_ready(section.ready_timeout_s)
             # It has the methods of a renderer that are called where a server renders.
-            evaluator = standalone_evaluator(cfg, chat, chat, envs, models)  # type: ignore[arg-type]
+            evaluator = standalone_evaluator(cfg, chat, chat, envs, beside.models)  # type: ignore[arg-type]
         else:
             engines = await stack.enter_async_context(build_engines(section, key))
             await engines.wait_ready(section.ready_timeout_s)
-            evaluator = standalone_evaluator(cfg, engines, renderer, envs, models)
+            evaluator = standalone_evaluator(cfg, engines, renderer, envs, beside.models)
             version = await version_of(engines, renderer, cfg.run_name)
         scores = await evaluator.evaluate(version, end=version)
         monitors.log(version, eval_row(scores))

@@ -99,7 +99,7 @@ class Loop:
         self._best = BestKeeper(run.run_dir, self.start)
         self.stopped_because: str | None = None
         """Why the run ended before its last step, if early_stop, its budget or the cost of a model ended it."""
-        for spending in run.spendings:
+        for spending in run.beside.spendings:
             spending.stop = self._end_early
         self._shown_batch = (0, 0.0, False)  # a step, since when it is the next or was shown, and was it shown
         self._limit = build_limit(run.cfg, run.buffer)
@@ -216,7 +216,7 @@ class Loop:
         async with task_group() as tasks:
             if devices is None:
                 tasks.create_task(self.parts.engines.wait_ready(self.cfg.client.ready_timeout_s))
-            tasks.create_task(self.parts.teachers.wait_ready())
+            tasks.create_task(self.parts.beside.wait_ready())
             registering = tasks.create_task(self.parts.control.wait_registered())
         # Not by what this process's configuration says: a row packed so is too long for ranks that compute each sample.
         self._shipper.packs_prefixes = all(register.shares_prefixes for register in registering.result())
@@ -443,8 +443,8 @@ class Loop:
         if done.step != self.progress.step + 1 or done.step not in self._shipper.rows:
             raise WireError(f"the trainer finished step {done.step} after step {self.progress.step}")
         row, purse = self._shipper.rows.pop(done.step), self.parts.purse
-        models_cost = sum(each.cost for each in self.parts.spendings)
-        row.metrics |= purse.end_step(done.step, row.num_batch_tokens, row.num_played_tokens, models_cost)
+        cost = sum(each.cost for each in self.parts.beside.spendings)
+        row.metrics |= purse.end_step(done.step, row.num_batch_tokens, row.num_played_tokens, cost)
         self.parts.ledger.step_trained(done.step, done.metrics, purse.saved)
         self._reports.report(done, row)
         if self._best.wanted is not None:

@@ -12,13 +12,12 @@ from stretto.monitors.base import Monitors
 from stretto.monitors.purse import Purse
 from stretto.orchestrator.batch import Cost
 from stretto.orchestrator.batch_hooks import BatchHooks
+from stretto.orchestrator.beside import Beside
 from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.groups.advantages import Baselines
 from stretto.orchestrator.groups.buffer import Buffer
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
-from stretto.orchestrator.model_costs import Spending
 from stretto.orchestrator.rollout.player import Player
-from stretto.orchestrator.rollout.teacher import Teachers
 from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.orchestrator.tasks.difficulty import Curriculum
 from stretto.orchestrator.tasks.order import Cursor, TaskMix
@@ -52,7 +51,6 @@ class RunParts:
     baselines: Baselines = field(default_factory=Baselines)  # of environments whose estimator is rae
     hooks: BatchHooks | None = None  # the user's functions about groups and batches
     rollout_function: UserRolloutFunction | None = None  # the user's function that plays instead of us
-    teachers: Teachers = field(default_factory=Teachers)  # of environments that are distilled
-    spendings: tuple[Spending, ...] = ()  # of the frozen models that environments ask
+    beside: Beside = field(default_factory=Beside)  # models that environments ask, or that score or play rollouts
     purse: Purse = field(default_factory=lambda: Purse(None))
     vocab_size: int | None = None  # of the tokenizer; needed by the gibberish filter

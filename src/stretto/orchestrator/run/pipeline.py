@@ -44,20 +44,20 @@ class GroupPipeline:
         self._next_start_at = 0.0  # of the next group, by the event loop's clock
         self._players = {name: self._build_player(name, env) for name, env in run.mix.envs.items()}
         self._group_sizes = {name: run.cfg.group_size_of(name) for name in run.mix.envs}
-        self._frozen = {name for name in run.mix.envs if run.teachers.playing_engine(name) is not None}
-        self._taught = {name for name in run.mix.envs if run.teachers.has_teacher(name)}
+        self._frozen = {name for name in run.mix.envs if run.beside.player_of(name) is not None}
+        self._annotated = {name for name in run.mix.envs if run.beside.annotates(name)}
 
     def _build_player(self, name: str, env: Environment) -> Player:
         """Build the player of an environment's training rollouts."""
-        cfg, teachers = self.cfg, self.parts.teachers
+        cfg, beside = self.cfg, self.parts.beside
         player = trained_player(self.parts.player, cfg, name)
-        if (engine := teachers.playing_engine(name)) is not None:
+        if (engine := beside.player_of(name)) is not None:
             player = replace(player, engine=engine)
         elif cfg.partial_rollout:
             player = replace(
                 player,
                 interruption=self.interruption,
-                saves_single_turns=teachers.has_teacher(name),
+                saves_single_turns=beside.annotates(name),
                 masks_older_versions=cfg.mask_offpolicy_in_partial_rollout,
             )
         if isinstance(algo := cfg.algo_of(name), EchoAlgo):
@@ -192,8 +192,8 @@ class GroupPipeline:
         if self.interruption.has_begun and not all(each.is_counted for each in group.rollouts):
             # Members that failed because of the stop are continued after a resume.
             await self.interruption.wait_for_cancellation()
-        if env in self._taught:
-            group = await self.parts.teachers.annotate(group)
+        if env in self._annotated:
+            group = await self.parts.beside.annotate(group)
         self._hand_over(slot, group)
 
     def _hand_over(self, slot: Slot, group: Group) -> None:

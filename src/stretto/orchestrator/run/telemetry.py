@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from stretto.base.status import report
 from stretto.monitors.monitor import TableRow, Values
+from stretto.orchestrator.beside import EVENT
 from stretto.orchestrator.eval_scores import EvalScore, mean_over_envs
-from stretto.orchestrator.model_costs import EVENT
 from stretto.orchestrator.run.concurrency import AdaptiveLimit
 from stretto.orchestrator.run.diagnosis import Diagnosis
 from stretto.orchestrator.run.parts import RunParts
@@ -106,9 +106,9 @@ class StepReports:
         self._train_from = self._step_done_at - self._parts.progress.train_s
 
     def count_so_far(self) -> None:
-        """Store the time since the run began, without that between its starts, and what frozen models were asked."""
+        """Store the time since the run began, without that between its starts, and what was asked beside the policy."""
         self._parts.progress.wall_s = time.perf_counter() - self._wall_from
-        if counts := {each.name: dict(each.counts) for each in self._parts.spendings if each.counts}:
+        if counts := {each.name: dict(each.counts) for each in self._parts.beside.spendings if each.counts}:
             self._parts.ledger.event(EVENT, counts)
 
     def report(self, done: StepDone, row: StepRow) -> None:
@@ -161,7 +161,7 @@ class StepReports:
             "trainer/wait_s": done.wait_s,
             **(run.curriculum.gauges() if run.curriculum.pools else {}),
             **(run.baselines.gauges() if run.baselines.algos else {}),
-            **{name: value for each in run.spendings for name, value in each.gauges().items()},
+            **{name: value for each in run.beside.spendings for name, value in each.gauges().items()},
             "progress/rollouts": float(run.progress.num_rollouts),
             "progress/tokens": float(run.progress.num_tokens),
         }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,64 +24,17 @@ from stretto.config.sections.distill import OpsdAlgo
 from stretto.envs.base import Environment, tasks_of
 from stretto.orchestrator.rollout.play import GenerationClient
 from stretto.orchestrator.rollout.player import failed_group
-from stretto.records.alternatives import alternatives_of, join_teachers
+from stretto.records.alternatives import Alternatives
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.rollout import Branch, Group, Rollout, Task
 
 if TYPE_CHECKING:
-    from jaxtyping import Int32
-
-
-class Awaited(Protocol):
-    """A server that is ready before a run begins."""
-
-    async def wait_ready(self, timeout_s: float) -> None: ...
+    from jaxtyping import Float, Int, Int32
 
 
 T = TypeVar("T")
 Weighted = Mapping[str, tuple[T, float]]
 """Engines of teachers by name, with weights relative to each other."""
-
-
-class Teachers:
-    """The teachers of a run by environment, and their engines."""
-
-    def __init__(
-        self,
-        by_env: Mapping[str, Teacher] | None = None,
-        engines: Mapping[str, Awaited] | None = None,
-        players: Mapping[str, GenerationClient] | None = None,
-        *,
-        ready_timeout_s: float = 600.0,
-    ) -> None:
-        """engines: by the config key of their section. players: engines that play, by environment."""
-        self._by_env, self._engines, self._players = by_env or {}, engines or {}, players or {}
-        self._ready_timeout_s = ready_timeout_s
-
-    async def wait_ready(self) -> None:
-        """Wait until all teachers are healthy.
-
-        Raises: EngineError if one is not in time.
-        """
-        await asyncio.gather(*(self._wait_for(name, engine) for name, engine in self._engines.items()))
-
-    async def _wait_for(self, name: str, engine: Awaited) -> None:
-        try:
-            await engine.wait_ready(self._ready_timeout_s)
-        except EngineError as error:
-            raise EngineError(f"[{name}] {error}") from error
-
-    def playing_engine(self, env: str) -> GenerationClient | None:
-        """The engine of the teacher that plays an environment; None if the policy plays it."""
-        return self._players.get(env)
-
-    def has_teacher(self, env: str) -> bool:
-        """Does an environment have a teacher?"""
-        return env in self._by_env
-
-    async def annotate(self, group: Group) -> Group:
-        """The group with the part of its environment's teacher."""
-        return await self._by_env[group.task.env].annotate(group)
 
 
 class ScoringTeacher:
@@ -224,10 +177,6 @@ class PlayingTeacher:
         return msgspec.structs.replace(rollout, branches=tuple(branches))
 
 
-Teacher = ScoringTeacher | PlayingTeacher
-"""The teacher of a distilled environment."""
-
-
 def build_privileged_context(
     env: Environment, algo: OpsdAlgo, renderer: Renderer, place: str = "orchestrator.algo"
 ) -> Callable[[Task], Int32[np.ndarray, " context"]]:
@@ -264,6 +213,44 @@ def demonstration_of(env: Environment, task: Task, key: str) -> str:
             "demonstration(task)"
         )
     return text
+
+
+def alternatives_of(
+    token_ids: Int[np.ndarray, " tokens"],
+    positions: Int[np.ndarray, " rows"],
+    logprobs: Float[np.ndarray, " tokens"],
+    likeliest: tuple[Int[np.ndarray, "tokens top"], Float[np.ndarray, "tokens top"]],
+    *,
+    is_forward: bool,
+) -> Alternatives:
+    """What one teacher holds for likeliest at these positions: the token itself, and those of its likeliest others.
+
+    logprobs: those of the tokens. likeliest: ids and log-probabilities.
+    """
+    ids = np.column_stack((token_ids[positions], likeliest[0][positions])).astype(np.int32)
+    values = np.column_stack((logprobs[positions], likeliest[1][positions])).astype(np.float32)
+    is_again = ids == ids[:, :1]
+    is_again[:, 0] = False
+    ids[is_again], values[is_again] = -1, 0.0
+    num_rows = len(positions)
+    return Alternatives(
+        positions=positions.astype(np.int32),
+        ids=ids[:, None],
+        logprobs=values[:, None],
+        weights=np.ones((num_rows, 1), np.float32),
+        is_forward=np.full(num_rows, is_forward),
+    )
+
+
+def join_teachers(parts: Sequence[Alternatives], weights: Float[np.ndarray, " teachers"]) -> Alternatives:
+    """Those of several teachers at the same positions; weights: their shares, with the sum 1."""
+    return Alternatives(
+        positions=parts[0].positions,
+        ids=np.concatenate([part.ids for part in parts], axis=1),
+        logprobs=np.concatenate([part.logprobs for part in parts], axis=1),
+        weights=np.tile(weights.astype(np.float32), (len(parts[0].positions), 1)),
+        is_forward=parts[0].is_forward,
+    )
 
 
 def teacher_kl(branches: Iterable[Branch]) -> float:

@@ -13,16 +13,17 @@ from aiohttp import web
 from fakes import CharRenderer, FakeEngine, parrot
 
 from stretto.base.errors import ConfigError, EngineError, EnvError
-from stretto.config.root import AskedModelSection
+from stretto.config.root import AskedModelSection, OrchestratorConfig
 from stretto.config.sections.distill import FrozenModelPlace
 from stretto.config.sections.orchestrator import SamplingSection
 from stretto.envs.base import RunInfo, load_environment
 from stretto.envs.models import Unreachable
 from stretto.envs.workers.pool import open_workers
-from stretto.orchestrator.models import ModelClient, chat_url, open_models, wait_for
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import RolloutStatus
+from stretto_frozen.clients import ModelClient, chat_url, open_models
+from stretto_frozen.run import open_beside
 
 HERE = Path(__file__).parent
 ASK = [{"role": "user", "content": "is it right?"}]
@@ -265,11 +266,13 @@ def test_a_wrong_key_ends_the_wait_at_once(monkeypatch):
         asked(judge, lambda client: client.wait_ready(30.0), api_key_var="JUDGE_KEY")
 
 
-def test_one_that_is_not_there_is_named_after_the_wait():
+def test_one_that_is_not_there_is_named_after_the_wait(tmp_path):
+    places = {"judge": FrozenModelPlace(base_url="http://127.0.0.1:9", model="m", ready_timeout_s=0.2)}
+    cfg = OrchestratorConfig(frozen_models=places, env=[{"id": "sort-letters"}], output_dir=tmp_path)
+
     async def run():
         async with AsyncExitStack() as stack:
-            places = {"judge": FrozenModelPlace(base_url="http://127.0.0.1:9", model="m", ready_timeout_s=0.2)}
-            await wait_for(open_models(places, stack), places)
+            await open_beside(cfg, stack).wait_ready()
 
     with pytest.raises(EngineError, match=r"\[models.judge\] not ready after 0.2 s"):
         asyncio.run(run())

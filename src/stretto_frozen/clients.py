@@ -32,9 +32,9 @@ from stretto.config.sections.distill import TEACHER_KEY_VAR, FrozenModelPlace
 from stretto.data.messages import checked_messages
 from stretto.data.pictures import openai_messages
 from stretto.envs.models import ChatModel, ModelReply
-from stretto.orchestrator.kept_replies import KeptReplies
-from stretto.orchestrator.model_costs import Spending
 from stretto.transports.engine import api, http
+from stretto_frozen.costs import Spending
+from stretto_frozen.kept_replies import KeptReplies
 
 logger = logging.getLogger(__name__)
 
@@ -290,18 +290,6 @@ def open_models(
             clients[name] = ModelClient(name, one, key_of(name, section), directory)
             stack.push_async_callback(clients[name].close)
     return clients
-
-
-async def wait_for(models: Mapping[str, ModelClient], places: Mapping[str, FrozenModelPlace]) -> None:
-    """Wait until all models are ready.
-
-    Raises: EngineError naming the one that is not.
-    """
-    for name, model in models.items():
-        try:
-            await model.wait_ready(places[name].ready_timeout_s)
-        except EngineError as error:
-            raise EngineError(f"[models.{name}] {error}") from error
 
 
 def key_of(name: str, section: FrozenModelPlace) -> str | None:

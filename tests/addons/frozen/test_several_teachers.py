@@ -11,9 +11,9 @@ from test_teacher import FakeTeacher, worth
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import RLConfig
-from stretto.orchestrator.rollout.teacher import ScoringTeacher
 from stretto.records.generate import VersionSpan
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus, Task
+from stretto_frozen.teachers import ScoringTeacher, alternatives_of, join_teachers
 
 
 class Doubtful(FakeTeacher):
@@ -104,3 +104,15 @@ def test_teachers_are_models_of_the_run_with_weights_above_0():
 def test_teachers_that_cannot_teach_are_refused(algo, words, message):
     with pytest.raises(ConfigError, match=message):
         rl(*words, env=algo)
+
+
+def test_the_token_itself_is_one_of_its_alternatives_and_there_once():
+    tokens, at = np.array([5, 6, 7], np.int32), np.array([1, 2])
+    top_ids = np.array([[0, 0], [6, 9], [8, 9]], np.int32)
+    top = np.array([[0, 0], [-0.1, -3], [-1, -2]], np.float32)
+    one = alternatives_of(tokens, at, np.array([0, -0.1, -4], np.float32), (top_ids, top), is_forward=True)
+    assert one.positions.tolist() == [1, 2] and one.is_forward.all() and (one.weights == 1).all()
+    assert one.ids.tolist() == [[[6, -1, 9]], [[7, 8, 9]]]
+    np.testing.assert_allclose(one.logprobs, [[[-0.1, 0, -3]], [[-4, -1, -2]]], rtol=1e-6)
+    both = join_teachers([one, one], np.array([0.25, 0.75]))
+    assert both.ids.tolist() == [[[6, -1, 9]] * 2, [[7, 8, 9]] * 2] and both.weights.tolist() == [[0.25, 0.75]] * 2

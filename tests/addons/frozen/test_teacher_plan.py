@@ -18,8 +18,8 @@ from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig
 from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.engines import HOLD_VAR
 from stretto.envs.workers import pool
-from stretto.launch.plan import placement
 from stretto.launch.plan import plan as planning
+from stretto_frozen.plan import TEACHER_PORT
 
 TOML = """
 seq_len = 64
@@ -65,10 +65,10 @@ def test_the_teacher_is_a_process_of_its_own_that_the_orchestrator_knows(tmp_pat
 
 def test_two_runs_have_teachers_on_ports_of_their_own(tmp_path: Path) -> None:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", placement.TEACHER_PORT))
+        sock.bind(("127.0.0.1", TEACHER_PORT))
         sock.listen()
         plan = planned(tmp_path)
-    assert plan.processes[0].ports["http"] > placement.TEACHER_PORT
+    assert plan.processes[0].ports["http"] > TEACHER_PORT
     assert any("teacher_inference.server.port is" in note for note in plan.notes)
 
 

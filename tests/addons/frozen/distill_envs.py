@@ -19,7 +19,3 @@ class Forgetful(EchoEnv):
 
     def demonstration(self, task: Task) -> str:
         return {"train0": "train0"}[task.data["word"]]
-
-
-def ends_with_two(message: dict) -> bool:
-    return message["content"].endswith("2")

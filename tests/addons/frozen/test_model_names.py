@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from cases.config import ENV, complaints
 from fakes import CharRenderer, FakeEngine, parrot
 from test_model_client import Judge, served
 
@@ -17,9 +18,9 @@ from stretto.config.sections.distill import FrozenModelPlace
 from stretto.config.sections.orchestrator import EnvSection, SamplingSection
 from stretto.envs.base import RunInfo
 from stretto.orchestrator.build import build_env, model_names
-from stretto.orchestrator.models import open_models
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
+from stretto_frozen.clients import open_models
 
 HERE = Path(__file__).parent
 WORDS = ["--models.big.base_url", "https://h/v1", "--models.small.base_url", "https://h/v1"]
@@ -61,3 +62,21 @@ def test_a_name_that_leads_to_no_model_is_refused():
     with pytest.raises(ConfigError, match=r"eval.env.0.models.judge.*huge.*\[models.huge\]"):
         load(EvalConfig, ["--eval.env", envs, "--model", "x"], verb="eval")
     load(RLConfig, ["--orchestrator.env", envs.replace("huge", "big"), *WORDS], verb="rl")
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        (
+            "--models.rm.base-url localhost:9000",
+            'models.rm.base_url = "localhost:9000" is not an address; write it like',
+        ),
+        (
+            "--orchestrator.algo.type opd --orchestrator.teacher.base-url gpu7",
+            'orchestrator.teacher.base_url = "gpu7" is not an address',
+        ),
+    ],
+)
+def test_addresses_of_other_models_are_addresses(key: str, told: str, tmp_path: Path) -> None:
+    lines = complaints(tmp_path, ENV, key)
+    assert any(told in line for line in lines), lines

@@ -14,11 +14,11 @@ from fakes import CharRenderer, FakeEngine, FakeTrainer, parrot, run_virtual
 from stretto.base.errors import ConfigError, EngineError, StrettoError
 from stretto.config.load import build
 from stretto.config.root import OrchestratorConfig
-from stretto.orchestrator.main import Wires, build_loop
-from stretto.orchestrator.rollout.teacher import teacher_kl
+from stretto.orchestrator.main import Wires, build_loop, open_user_code
 from stretto.orchestrator.state.resume import starting_point
 from stretto.records.generate import Completion, VersionSpan
 from stretto.records.rollout import Branch
+from stretto_frozen.teachers import teacher_kl
 
 TEACHER = {"base_url": "http://127.0.0.1:9/v1"}
 
@@ -62,8 +62,10 @@ def train(cfg, scorer):
         trainer, engine = FakeTrainer(max_steps=4), FakeEngine(parrot(0.5))
         async with AsyncExitStack() as stack:
             teachers = scorer if isinstance(scorer, dict) else {"teacher": (scorer, 1.0)}
-            wires = Wires(engine, trainer, trainer, {"taught": teachers})
-            await build_loop(cfg, wires, CharRenderer(), starting_point(cfg), stack).run()
+            code = open_user_code(cfg, CharRenderer(), stack)
+            code.beside.engines = {"taught": teachers}
+            wires = Wires(engine, trainer, trainer)
+            await build_loop(cfg, wires, CharRenderer(), starting_point(cfg), stack, code).run()
         return trainer
 
     return run_virtual(run())

@@ -15,16 +15,16 @@ from test_model_client import Judge, served
 from stretto.config.root import FrozenModelSection
 from stretto.config.sections.distill import FrozenModelPlace
 from stretto.envs.models import ModelReply
-from stretto.launch.plan.models import source_of
-from stretto.orchestrator.kept_replies import KeptReplies
-from stretto.orchestrator.models import open_models
+from stretto_frozen.clients import open_models
+from stretto_frozen.kept_replies import KeptReplies
+from stretto_frozen.plan import source_of
 
 LIFE = """
 import asyncio, os, signal, sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from stretto.config.sections.distill import FrozenModelPlace
-from stretto.orchestrator.models import open_models
+from stretto_frozen.clients import open_models
 
 url, directory, words = sys.argv[1:]
 

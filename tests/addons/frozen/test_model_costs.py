@@ -11,7 +11,7 @@ from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.distill import ModelLimits
-from stretto.orchestrator.model_costs import Spending, restore
+from stretto_frozen.costs import Spending, restore
 
 PRICES = {"prompt_price": 2.0, "reply_price": 10.0}  # of the judge's 5 and 2 tokens: 0.00003 per request
 COST = (5 * 2.0 + 2 * 10.0) / 1e6
