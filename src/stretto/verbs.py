@@ -298,6 +298,9 @@ def _check_add_ons(cfg: RunRoot) -> None:
         addons.check("stretto.weights", "delta", "[weight_broadcast.delta]")
     if type(cfg).__name__ in ("RLConfig", "TrainerConfig") and getattr(cfg, "service", None) is not None:
         addons.check("stretto.services", "client", "[service]")
+    orchestrator = getattr(cfg, "orchestrator", cfg)
+    if getattr(orchestrator, "steering", None) is not None:
+        addons.check("stretto.orchestrator", "steering", "[orchestrator.steering]")
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:

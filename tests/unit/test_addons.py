@@ -54,7 +54,7 @@ def strings_of(package: str) -> str:
 
 @pytest.mark.heavy
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 26
+    assert len(ADD_ONS) == 27
     assert not NAME.findall(strings_of("stretto"))
 
 
@@ -73,7 +73,7 @@ def test_what_goes_with_an_add_on_is_there() -> None:
 
 def test_entry_points_lead_to_what_the_core_can_load() -> None:
     groups = {group: values for group, values in PROJECT["entry-points"].items() if group.startswith(addons.PREFIX)}
-    assert len(groups) == 21
+    assert len(groups) == 22
     for group, values in groups.items():
         assert addons.registered(group) == addons.offers(group) == values and f"    {group} " in (addons.__doc__ or "")
         assert set(addons.load_all(group)) == set(values)
@@ -148,11 +148,16 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ("routers", ["--inference.deployment.num-replicas", "2", "--dry-run"], "needs the add-on stretto_routers"),
         ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
         ("speculation", ["--inference.speculation.method", "ngram", "--dry-run"], "needs the add-on stretto_specul"),
+        (
+            "steering",
+            ["--orchestrator.steering.max-level", "4", "--dry-run"],
+            "[orchestrator.steering] needs the add-on stretto_steering",
+        ),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
     ],
 )
 def test_a_config_that_needs_a_missing_add_on_says_so(name: str, flags: list[str], said: str, tmp_path: Path) -> None:
-    source = SCRIPT["copy_without"]([name], tmp_path, PARTS)
+    source = SCRIPT["copy_without"](SCRIPT["with_those_that_need"]([name]), tmp_path, PARTS)
     command = [*(LORA_RUN if name == "service" else RUN), *flags]
     [(code, _, err)] = told(source, command).values()
     assert code == 2 and said in err

@@ -31,6 +31,7 @@ BELOW = {
     "vime": {"addons", "base", "records", "data"},
     "envs": {"addons", "base", "records", "config", "data", "vime"},
     "orchestrator": {
+        "addons",
         "base",
         "records",
         "config",
@@ -98,6 +99,7 @@ BELOW = {
     "stretto_families": {"base", "families"},
     "stretto_preference": {"base", "chat", "config", "data", "models", "records", "trainer"},
     "stretto_routers": {"base", "config"},
+    "stretto_steering": {"base", "config", "ledger", "orchestrator", "records"},
     "stretto_megatron": {"base", "config", "families", "models", "records", "trainer"},
     "stretto_start": {"state", "base", "config", "data", "signals"},
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
@@ -170,6 +172,7 @@ BELOW = {
         "trainer",  # batch/sft_data.py: how examples become tokens, without torch
         "state",
         "stretto_python",
+        "stretto_steering",
         "transports",
     },
     "stretto_doctor": {

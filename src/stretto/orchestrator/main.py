@@ -74,8 +74,7 @@ from stretto.orchestrator.rollout.teacher import (
     build_privileged_context,
 )
 from stretto.orchestrator.run.loop import Loop
-from stretto.orchestrator.run.parts import RunParts
-from stretto.orchestrator.run.steering import EVENT as STEERING
+from stretto.orchestrator.run.parts import RunParts, load_steering
 from stretto.orchestrator.state.resume import prepare_cursor, starting_point, used_before, with_fingerprints
 from stretto.orchestrator.state.run_checkpoint import Progress, summary_of
 from stretto.orchestrator.tasks.difficulty import Curriculum, DifficultyPools
@@ -338,7 +337,7 @@ def build_versions(cfg: OrchestratorConfig, engines: EngineClient, ledger: Ledge
         ledger,
         start=start,
         timeout_s=cfg.weight_broadcast.timeout_s,
-        interval=steered_setting(cfg, start)[1],
+        interval=first_setting(cfg, start)[1],
         end=cfg.max_steps,
         is_evaluated=lambda version: cfg.eval is not None and cfg.eval.is_due(version, end=cfg.max_steps),
         tolerance=cfg.weight_broadcast.canary_tolerance,
@@ -470,7 +469,7 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     is_user_played = cfg.hooks.rollout_function is not None  # it may put groups back, so no batch waits for one
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,
-        max_async_level=steered_setting(cfg, start)[0],
+        max_async_level=first_setting(cfg, start)[0],
         max_off_policy_steps=cfg.max_off_policy_steps,
         max_running_groups=min(limits) // cfg.group_size if limits else None,
         max_oversampling=cfg.max_oversampling,
@@ -488,16 +487,12 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     )
 
 
-def steered_setting(cfg: OrchestratorConfig, start: int) -> tuple[int, int]:
+def first_setting(cfg: OrchestratorConfig, start: int) -> tuple[int, int]:
     """The level, and the steps between two versions that engines get, at which the run goes on after step `start`."""
-    level, interval = cfg.max_async_level, cfg.weight_broadcast.interval
-    if cfg.steering is None:
+    if cfg.steering is not None:
+        level, interval = load_steering().setting_after(cfg, start)
         return level, interval
-    with LedgerReader(cfg.run_dir) as reader:
-        decided = [event["data"] for event in reader.events_up_to(STEERING, start)]
-    if decided:
-        level, interval = int(decided[-1]["level"]), int(decided[-1].get("update_interval", interval))
-    return cfg.steering.within(level, interval, cfg.weight_broadcast.interval)
+    return cfg.max_async_level, cfg.weight_broadcast.interval
 
 
 # -- ending --

@@ -21,6 +21,7 @@ MEASURED_IN = (
     "monitors/purse.py",
     "../stretto_service/tenants",
     "../stretto_preference",
+    "../stretto_steering",
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stretto import addons
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.rules import batches, engine, frozen, learning, machines, megatron, model, run
-from stretto.config.rules.rule import At, Problem, Problems, Rule, Rules, below, of_part, walk
+from stretto.config.rules.rule import At, Problem, Problems, Rule, Rules, below, of_part, value_of, walk
 from stretto.config.section import Section
 from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
@@ -42,8 +42,7 @@ def check(root: Section) -> list[Problem]:
 
 def _of_add_ons(root: Section) -> list[Rules]:
     """The tables of add-ons whose section this root has."""
-    given = [name for name in addons.offers(GROUP) if getattr(root, name, None) is not None]
-    return [_table(name) for name in given]
+    return [_table(name) for name in addons.offers(GROUP) if value_of(root, name) is not None]
 
 
 def _table(name: str) -> Rules:

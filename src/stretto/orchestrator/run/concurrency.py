@@ -74,8 +74,6 @@ def build_limit(cfg: OrchestratorSection, buffer: Buffer) -> AdaptiveLimit | Non
     """Build the adaptive limit of a run; None if concurrency is not adaptive."""
     if not isinstance(cfg.concurrency, AdaptiveConcurrency):
         return None
-    bounds = buffer.bounds
-    if cfg.steering is not None:
-        bounds = replace(bounds, max_async_level=cfg.steering.max_level)  # the level may rise to it
+    bounds = replace(buffer.bounds, max_async_level=cfg.most_async_level)
     upper_bound = cfg.max_inflight_rollouts or bounds.num_slots * cfg.group_size
     return AdaptiveLimit(cfg.concurrency, upper_bound)

@@ -27,11 +27,9 @@ from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
 from stretto.orchestrator.run import telemetry
 from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
 from stretto.orchestrator.run.membership import POLL_S, Membership
-from stretto.orchestrator.run.parts import RunParts
+from stretto.orchestrator.run.parts import RunParts, Steering, load_steering
 from stretto.orchestrator.run.pipeline import GroupPipeline
 from stretto.orchestrator.run.ship import ENGINE_LOADS_INTERVAL_S, BatchShipper, engine_loads, engine_metrics
-from stretto.orchestrator.run.steering import AGE, Steering
-from stretto.orchestrator.run.steering import EVENT as STEERING
 from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.records.control import (
@@ -54,7 +52,6 @@ BUDGET_INTERVAL_S = 30.0
 """The longest between two looks at what frozen models cost; times are known ahead."""
 CLOCK_SLACK_S = 0.01
 LONG_BATCH_S = 30.0
-PUBLISHING = "time/publish"
 
 
 class CheckpointWriter:
@@ -103,11 +100,8 @@ class Loop:
             spending.stop = self._end_early
         self._shown_batch = (0, 0.0, False)  # a step, since when it is the next or was shown, and was it shown
         self._limit = build_limit(run.cfg, run.buffer)
-        self._steering: Steering | None = None
-        if run.cfg.steering is not None:
-            level, least = run.buffer.bounds.max_async_level, run.cfg.weight_broadcast.interval
-            self._steering = Steering(run.cfg.steering, level, run.versions.interval, least_interval=least)
-        self._reports = telemetry.StepReports(run, self._limit)
+        self._steering: Steering | None = None if run.cfg.steering is None else load_steering().RunSteering(run)
+        self._reports = telemetry.StepReports(run, self._limit, self._steering)
         self._is_stopping = asyncio.Event()
         self._interrupting: asyncio.Task[None] | None = None
         self._drawing: asyncio.Task[None] | None = None  # from the first loaded version on
@@ -296,7 +290,7 @@ class Loop:
         """Draw and play groups from now on: the first version is loaded."""
         report("phase", text="playing the first rollouts")
         self._reports.begin()
-        self._shipper.idle_s = self.buffer.idle_s
+        self._shipper.idle_s, self._shipper.trained_at = self.buffer.idle_s, asyncio.get_running_loop().time()
         self._drawing = tasks.create_task(self._pipeline.run(tasks, self.start), name="draw_groups")
 
     # -- versions and the trainer --
@@ -313,11 +307,7 @@ class Loop:
             version = await self.parts.versions.load_next()
             self.parts.watch.progress(f"version {version} loaded")
             if self._steering is not None:
-                if version > self.start:
-                    self._steering.costs.pause.append(self.parts.engines.paused_s)
-                else:
-                    self._shipper.trained_at = asyncio.get_running_loop().time()
-                    self._steering.start(self._shipper.trained_at)
+                self._steering.on_loaded(version)
             sending = asyncio.create_task(self._announce_loaded(version))
             is_due = self.cfg.eval is not None and self._should_evaluate(self.cfg.eval, version)
             if self.parts.curriculum.pools:
@@ -415,8 +405,8 @@ class Loop:
             match event.message:
                 case StepMetrics(step=step, metrics=metrics):
                     self.parts.monitors.log(step, metrics)
-                    if self._steering is not None and step > self.start and PUBLISHING in metrics:
-                        self._steering.costs.publish.append(metrics[PUBLISHING])
+                    if self._steering is not None:
+                        self._steering.on_metrics(step, metrics)
                 case VersionReady(manifest=manifest):
                     self.parts.versions.on_published(manifest)
                 case StepDone() as done:
@@ -449,30 +439,14 @@ class Loop:
         self._reports.report(done, row)
         if self._best.wanted is not None:
             self._best.keep_if_there()
+        self._shipper.trained_at = asyncio.get_running_loop().time()
         self._shipper.step_done.set()
         if self._steering is not None:
-            self._steer(done, row)
+            self._steering.on_trained(done, row)
         if purse.has_bounds and done.step != self.cfg.max_steps and (reason := purse.excess()) is not None:
             self._end_early(reason)
         async with self._trainer_changed:
             self._trainer_changed.notify_all()
-
-    def _steer(self, done: StepDone, row: telemetry.StepRow) -> None:
-        """Choose how far generation may be ahead, and how often engines get new weights, after a step."""
-        steering, now, shipper = self._steering, asyncio.get_running_loop().time(), self._shipper
-        assert steering is not None, "the caller has looked"
-        waited_s, shipper.trained_at = shipper.waited_s.pop(done.step, 0.0), now
-        metrics = done.metrics | {AGE: row.metrics[AGE]} if AGE in row.metrics else done.metrics
-        decision = steering.add_step(done.step, now, row.num_tokens, metrics, waited_s)
-        if decision is None:
-            return
-        self.parts.ledger.event(STEERING, decision.as_dict())
-        self.parts.monitors.log(done.step, {"steering/effective_tokens_per_s": decision.effective_tokens_per_s})
-        logger.info("%s", decision)
-        if decision.is_change:
-            report("note", text=str(decision))
-            self.parts.versions.interval = decision.update_interval
-            self.buffer.set_async_level(decision.level)
 
     # -- the end --
 

@@ -1,14 +1,18 @@
-"""The parts of a run: built by main.py, shared by loop, group pipeline and batches."""
+"""The parts of a run: built by main.py, shared by loop, group pipeline and batches. What an add-on adds to them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from stretto import addons
 from stretto.base.paths import RunDir
 from stretto.base.watch import Watch
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.ledger.writer import Ledger
 from stretto.monitors.base import Monitors
+from stretto.monitors.monitor import TableRow, Values
 from stretto.monitors.purse import Purse
 from stretto.orchestrator.batch import Cost
 from stretto.orchestrator.batch_hooks import BatchHooks
@@ -23,6 +27,7 @@ from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.orchestrator.tasks.difficulty import Curriculum
 from stretto.orchestrator.tasks.order import Cursor, TaskMix
 from stretto.orchestrator.versions.loader import VersionLoader
+from stretto.records.control import StepDone
 from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.rollouts import Sender
@@ -56,3 +61,43 @@ class RunParts:
     spendings: tuple[Spending, ...] = ()  # of the frozen models that environments ask
     purse: Purse = field(default_factory=lambda: Purse(None))
     vocab_size: int | None = None  # of the tokenizer; needed by the gibberish filter
+
+
+@dataclass
+class StepRow:
+    """The row of metrics of a step that is shipped and not trained yet."""
+
+    metrics: dict[str, float]
+    num_rollouts: int
+    num_tokens: int  # sampled
+    num_batch_tokens: int = 0  # prompts included
+    num_played_tokens: int = 0  # sampled in rollouts that have ended since the batch before, trained or not
+    idle_s: float = 0.0  # time without a running rollout since the batch before
+    waited_s: float = 0.0  # time that the trainer had no batch before this one
+    # For trackers, at some steps only: some rollouts, and values for histograms.
+    examples: Sequence[TableRow] = ()
+    distributions: Mapping[str, Values] = field(default_factory=dict)
+
+
+class Steering(Protocol):
+    """Sets how far generation is ahead, and how often engines get new weights, while a run goes on."""
+
+    def on_loaded(self, version: int) -> None:
+        """Every engine has loaded a version."""
+
+    def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A rank has told its own metrics of a step."""
+
+    def on_trained(self, done: StepDone, row: StepRow) -> None:
+        """A step is trained."""
+
+    def gauges(self) -> dict[str, float]:
+        """What is set, as metrics."""
+
+
+def load_steering() -> Any:
+    """The add-on's module: `RunSteering(run)` is a `Steering`, `setting_after(cfg, step)` where a run goes on.
+
+    Raises: ConfigError if it is not installed.
+    """
+    return addons.load("stretto.orchestrator", "steering", "[orchestrator.steering]")

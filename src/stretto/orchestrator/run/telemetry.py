@@ -10,15 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from stretto.base.status import report
-from stretto.monitors.monitor import TableRow, Values
 from stretto.orchestrator.eval_scores import EvalScore, mean_over_envs
 from stretto.orchestrator.model_costs import EVENT
 from stretto.orchestrator.run.concurrency import AdaptiveLimit
 from stretto.orchestrator.run.diagnosis import Diagnosis
-from stretto.orchestrator.run.parts import RunParts
+from stretto.orchestrator.run.parts import RunParts, Steering, StepRow
 from stretto.records.control import StepDone
 
 logger = logging.getLogger(__name__)
@@ -38,21 +36,6 @@ STATUS_METRICS = {
     "budget_step": "budget/last_step",
 }
 """The metric of each field of a step's status."""
-
-
-@dataclass
-class StepRow:
-    """The row of metrics of a step that is shipped and not trained yet."""
-
-    metrics: dict[str, float]
-    num_rollouts: int
-    num_tokens: int  # sampled
-    num_batch_tokens: int = 0  # prompts included
-    num_played_tokens: int = 0  # sampled in rollouts that have ended since the batch before, trained or not
-    idle_s: float = 0.0  # time without a running rollout since the batch before
-    # For trackers, at some steps only: some rollouts, and values for histograms.
-    examples: Sequence[TableRow] = ()
-    distributions: Mapping[str, Values] = field(default_factory=dict)
 
 
 def merge_metrics(row: dict[str, float], trainer: Mapping[str, float]) -> dict[str, float]:
@@ -82,18 +65,12 @@ def report_eval(version: int, scores: Sequence[EvalScore]) -> None:
     )
 
 
-def _setting_of(run: RunParts) -> dict[str, float]:
-    """What steering has set."""
-    level, interval = run.buffer.bounds.max_async_level, run.versions.interval
-    return {"steering/level": float(level), "steering/update_interval": float(interval)}
-
-
 class StepReports:
     """Reports trained steps: progress, metrics, the line on the console, and warnings."""
 
-    def __init__(self, run: RunParts, limit: AdaptiveLimit | None) -> None:
+    def __init__(self, run: RunParts, limit: AdaptiveLimit | None, steering: Steering | None = None) -> None:
         self.diagnosis = Diagnosis(run.cfg.train.sampling.max_completion_tokens, run.progress.step)
-        self._parts, self._limit = run, limit
+        self._parts, self._limit, self._steering = run, limit, steering
         now = time.perf_counter()
         # As if earlier incarnations had ended just before this one.
         self._wall_from = now - run.progress.wall_s
@@ -153,7 +130,7 @@ class StepReports:
             "time/wait_for_rollouts": done.wait_s,
             "time/update_weights": run.versions.load_s,
             "canary/error": run.versions.canary_error,
-            **({} if run.cfg.steering is None else _setting_of(run)),
+            **({} if self._steering is None else self._steering.gauges()),
             **({} if self._limit is None else {"concurrency/limit": float(self._limit.limit)}),
             # The ends of two steps may arrive together: then only the trainer knows how long the second one took.
             "tokens_per_s": row.num_tokens / max(step_s, done.time_s),
