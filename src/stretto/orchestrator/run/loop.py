@@ -166,7 +166,7 @@ class Loop:
     @property
     def verdict(self) -> str | None:
         """One line about whether this incarnation learned; None after too few steps."""
-        return self._reports.diagnosis.verdict()
+        return self._reports.verdict()
 
     @property
     def was_stopped(self) -> bool:

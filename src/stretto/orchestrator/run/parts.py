@@ -32,6 +32,8 @@ from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.rollouts import Sender
 
+GROUP = "stretto.orchestrator"
+
 
 @dataclass(frozen=True, eq=False)
 class RunParts:
@@ -95,9 +97,31 @@ class Steering(Protocol):
         """What is set, as metrics."""
 
 
+class Diagnosis(Protocol):
+    """Says what goes wrong with learning; it changes nothing."""
+
+    def add(self, row: Mapping[str, float]) -> list[str]:
+        """Add the row of a step; the new warnings."""
+
+    def add_eval(self, means: Mapping[str, float]) -> list[str]:
+        """Add the held-out rewards of an eval, by environment; the new warnings."""
+
+    def verdict(self) -> str | None:
+        """One line about whether the run learned; None after too few steps."""
+
+
 def load_steering() -> Any:
     """The add-on's module: `RunSteering(run)` is a `Steering`, `setting_after(cfg, step)` where a run goes on.
 
     Raises: ConfigError if it is not installed.
     """
-    return addons.load("stretto.orchestrator", "steering", "[orchestrator.steering]")
+    return addons.load(GROUP, "steering", "[orchestrator.steering]")
+
+
+def build_diagnosis(run: RunParts) -> Diagnosis | None:
+    """What an add-on makes of the run's steps; None if none is installed that does."""
+    if "diagnosis" not in addons.offers(GROUP):
+        return None
+    build = addons.load(GROUP, "diagnosis", "a run")
+    diagnosis: Diagnosis = build(run.cfg.train.sampling.max_completion_tokens, run.progress.step)
+    return diagnosis

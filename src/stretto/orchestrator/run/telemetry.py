@@ -15,8 +15,7 @@ from stretto.base.status import report
 from stretto.orchestrator.eval_scores import EvalScore, mean_over_envs
 from stretto.orchestrator.model_costs import EVENT
 from stretto.orchestrator.run.concurrency import AdaptiveLimit
-from stretto.orchestrator.run.diagnosis import Diagnosis
-from stretto.orchestrator.run.parts import RunParts, Steering, StepRow
+from stretto.orchestrator.run.parts import RunParts, Steering, StepRow, build_diagnosis
 from stretto.records.control import StepDone
 
 logger = logging.getLogger(__name__)
@@ -65,11 +64,16 @@ def report_eval(version: int, scores: Sequence[EvalScore]) -> None:
     )
 
 
+def _warn(texts: Sequence[str]) -> None:
+    for text in texts:
+        logger.warning(text)
+
+
 class StepReports:
     """Reports trained steps: progress, metrics, the line on the console, and warnings."""
 
     def __init__(self, run: RunParts, limit: AdaptiveLimit | None, steering: Steering | None = None) -> None:
-        self.diagnosis = Diagnosis(run.cfg.train.sampling.max_completion_tokens, run.progress.step)
+        self._diagnosis = build_diagnosis(run)
         self._parts, self._limit, self._steering = run, limit, steering
         now = time.perf_counter()
         # As if earlier incarnations had ended just before this one.
@@ -99,15 +103,19 @@ class StepReports:
             run.monitors.log_table(step, "train/samples", row.examples)
         if row.distributions:
             run.monitors.log_histograms(step, row.distributions)
-        for text in self.diagnosis.add(metrics):
-            logger.warning(text)
+        if self._diagnosis is not None:
+            _warn(self._diagnosis.add(metrics))
         run.watch.progress(f"step {step} trained")
 
     def report_eval(self, version: int, scores: Sequence[EvalScore]) -> None:
         """Report an eval of the held-out tasks."""
         report_eval(version, scores)
-        for text in self.diagnosis.add_eval({each.env: each.mean for each in scores if each.mode == "sampled"}):
-            logger.warning(text)
+        if self._diagnosis is not None:
+            _warn(self._diagnosis.add_eval({each.env: each.mean for each in scores if each.mode == "sampled"}))
+
+    def verdict(self) -> str | None:
+        """One line about whether this start learned; None after too few steps."""
+        return None if self._diagnosis is None else self._diagnosis.verdict()
 
     def _count(self, done: StepDone, row: StepRow) -> None:
         progress = self._parts.progress
