@@ -301,6 +301,10 @@ def _check_add_ons(cfg: RunRoot) -> None:
     orchestrator = getattr(cfg, "orchestrator", cfg)
     if getattr(orchestrator, "steering", None) is not None:
         addons.check("stretto.orchestrator", "steering", "[orchestrator.steering]")
+    if getattr(orchestrator, "has_pools", False):
+        from stretto.config.sections.curriculum import POOLS
+
+        addons.check("stretto.orchestrator", "curriculum", POOLS)
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:

@@ -54,7 +54,7 @@ def strings_of(package: str) -> str:
 
 @pytest.mark.heavy
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 27
+    assert len(ADD_ONS) == 28
     assert not NAME.findall(strings_of("stretto"))
 
 
@@ -152,6 +152,11 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
             "steering",
             ["--orchestrator.steering.max-level", "4", "--dry-run"],
             "[orchestrator.steering] needs the add-on stretto_steering",
+        ),
+        (
+            "curriculum",
+            ["--orchestrator.curriculum.sampler.type", "difficulty_pool", "--dry-run"],
+            'curriculum.sampler.type = "difficulty_pool" needs the add-on stretto_curriculum',
         ),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
     ],

@@ -98,6 +98,7 @@ BELOW = {
     "stretto_native": {"base", "families", "inference", "models"},
     "stretto_families": {"base", "families"},
     "stretto_preference": {"base", "chat", "config", "data", "models", "records", "trainer"},
+    "stretto_curriculum": {"base", "config", "envs", "orchestrator", "records"},
     "stretto_routers": {"base", "config"},
     "stretto_steering": {"base", "config", "ledger", "orchestrator", "records"},
     "stretto_megatron": {"base", "config", "families", "models", "records", "trainer"},

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from stretto import addons
 from stretto.algorithms.custom import load_credit
 from stretto.base import log, rundir
 from stretto.base.foreign import warn_when_blocked
@@ -29,7 +30,7 @@ from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
 from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.algorithm import CustomAlgo, RaeAlgo
-from stretto.config.sections.curriculum import DifficultySampler
+from stretto.config.sections.curriculum import POOLS
 from stretto.config.sections.distill import OpdAlgo, OpsdAlgo, SftAlgo
 from stretto.config.sections.model import shares_prefixes
 from stretto.config.sections.orchestrator import OrchestratorSection
@@ -74,11 +75,10 @@ from stretto.orchestrator.rollout.teacher import (
     build_privileged_context,
 )
 from stretto.orchestrator.run.loop import Loop
-from stretto.orchestrator.run.parts import RunParts, load_steering
+from stretto.orchestrator.run.parts import GROUP, RunParts, load_steering
 from stretto.orchestrator.state.resume import prepare_cursor, starting_point, used_before, with_fingerprints
 from stretto.orchestrator.state.run_checkpoint import Progress, summary_of
-from stretto.orchestrator.tasks.difficulty import Curriculum, DifficultyPools
-from stretto.orchestrator.tasks.order import TaskMix
+from stretto.orchestrator.tasks.order import Curriculum, TaskMix
 from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.orchestrator.versions.shared_devices import SharedDevices
 from stretto.transports.control import ControlServer
@@ -248,7 +248,7 @@ def build_loop(
     buffer = Buffer(build_bounds(cfg, progress.step), ledger, next_step=progress.step + 1)
     logger.info("at most %d groups are under way at once", buffer.bounds.num_slots)
     curriculum = build_curriculum(cfg, envs, progress)
-    mix = TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum.pools)
+    mix = TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum)
     vocab_size = vocab_size_of(cfg, renderer)
     cursor = prepare_cursor(cfg, ledger, buffer, mix, progress, vocab_size=vocab_size, hooks=user_code.hooks)
     ledger.event("data", progress.data)
@@ -354,19 +354,14 @@ def build_baselines(cfg: OrchestratorSection, envs: Sequence[Environment], progr
     return baselines
 
 
-def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], progress: Progress) -> Curriculum:
-    """Build the difficulty pools of the environments whose config asks for them.
+def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], progress: Progress) -> Curriculum | None:
+    """Have an add-on build the pools of the environments whose config asks for them; None if none does.
 
-    Raises: ConfigError for an environment that cannot have pools.
+    Raises: ConfigError for an environment that cannot have pools, or if the add-on is not installed.
     """
-    curriculum = Curriculum(
-        {
-            env.name: DifficultyPools(env.name, tasks_of(env, "train"), sampler)
-            for env, section in zip(envs, cfg.env, strict=True)
-            if isinstance(sampler := cfg.curriculum_of(section).sampler, DifficultySampler)
-        }
-    )
-    curriculum.restore(progress.curriculum)
+    if not cfg.has_pools:
+        return None
+    curriculum: Curriculum = addons.load(GROUP, "curriculum", POOLS)(cfg, envs, progress.curriculum)
     return curriculum
 
 

@@ -502,6 +502,11 @@ class OrchestratorKeys(Section):
         """Gates of an environment's groups."""
         return self.curriculum_of(self.env_of(env)).gates
 
+    @property
+    def has_pools(self) -> bool:
+        """Whether tasks of an environment are in pools."""
+        return any(self.curriculum_of(env).sampler.type == "difficulty_pool" for env in self.env)
+
     def curriculum_of(self, section: TrainEnvSection | None) -> CurriculumSection:
         """The curriculum of an environment."""
         return (section and section.curriculum) or self.curriculum

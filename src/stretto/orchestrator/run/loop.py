@@ -66,7 +66,7 @@ class CheckpointWriter:
         run, progress = self._parts, self._parts.progress
         if step != progress.step:
             raise WireError(f"the trainer began a checkpoint of step {step} after step {progress.step}")
-        progress.curriculum = run.curriculum.state_at(step)
+        progress.curriculum = {} if run.curriculum is None else run.curriculum.state_at(step)
         progress.baselines = run.baselines.state_at(step)
         progress.next_draw, progress.open_draws = run.ledger.next_draw(), run.ledger.open_draws()
         self._begun[step] = run_checkpoint.snapshot(progress)
@@ -310,7 +310,7 @@ class Loop:
                 self._steering.on_loaded(version)
             sending = asyncio.create_task(self._announce_loaded(version))
             is_due = self.cfg.eval is not None and self._should_evaluate(self.cfg.eval, version)
-            if self.parts.curriculum.pools:
+            if self.parts.curriculum is not None:
                 self.parts.curriculum.advance(version)
             if is_due and self.cfg.max_async_level == 0:  # synchronous: an eval runs alone
                 await self.evaluate(version)

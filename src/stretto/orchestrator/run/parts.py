@@ -24,8 +24,7 @@ from stretto.orchestrator.model_costs import Spending
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import Teachers
 from stretto.orchestrator.state.run_checkpoint import Progress
-from stretto.orchestrator.tasks.difficulty import Curriculum
-from stretto.orchestrator.tasks.order import Cursor, TaskMix
+from stretto.orchestrator.tasks.order import Curriculum, Cursor, TaskMix
 from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.records.control import StepDone
 from stretto.transports.control import ControlServer
@@ -55,7 +54,7 @@ class RunParts:
     versions: VersionLoader
     cost: Cost
     evaluator: Evaluator | None = None
-    curriculum: Curriculum = field(default_factory=Curriculum)
+    curriculum: Curriculum | None = None  # of environments whose tasks are in pools
     baselines: Baselines = field(default_factory=Baselines)  # of environments whose estimator is rae
     hooks: BatchHooks | None = None  # the user's functions about groups and batches
     rollout_function: UserRolloutFunction | None = None  # the user's function that plays instead of us

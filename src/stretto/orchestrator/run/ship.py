@@ -164,7 +164,7 @@ class BatchShipper:
         row.metrics = ({} if replaces_ours else row.metrics) | user_metrics
         if run.baselines.algos:
             run.baselines.commit(step)
-        if run.curriculum.pools:
+        if run.curriculum is not None:
             decided = sorted((*groups, *unused), key=lambda group: group.group_id)
             run.curriculum.observe(step, [(g.task.env, g.task.task_id, mean_reward(g)) for g in decided])
         await asyncio.sleep(0)

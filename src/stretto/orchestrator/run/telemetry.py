@@ -144,7 +144,7 @@ class StepReports:
             "tokens_per_s": row.num_tokens / max(step_s, done.time_s),
             "trainer/step_s": done.time_s,
             "trainer/wait_s": done.wait_s,
-            **(run.curriculum.gauges() if run.curriculum.pools else {}),
+            **({} if run.curriculum is None else run.curriculum.gauges()),
             **(run.baselines.gauges() if run.baselines.algos else {}),
             **{name: value for each in run.spendings for name, value in each.gauges().items()},
             "progress/rollouts": float(run.progress.num_rollouts),
