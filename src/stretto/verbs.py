@@ -305,6 +305,10 @@ def _check_add_ons(cfg: RunRoot) -> None:
         from stretto.config.sections.curriculum import POOLS
 
         addons.check("stretto.orchestrator", "curriculum", POOLS)
+    if getattr(getattr(orchestrator, "concurrency", None), "type", None) == "adaptive":
+        from stretto.config.sections.orchestrator import ADAPTIVE
+
+        addons.check("stretto.orchestrator", "concurrency", ADAPTIVE)
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:

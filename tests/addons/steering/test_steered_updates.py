@@ -22,8 +22,8 @@ from stretto.ledger.reader import LedgerReader
 from stretto.ledger.writer import Ledger
 from stretto.monitors.file import read_metrics
 from stretto.orchestrator.main import build_bounds
-from stretto.orchestrator.run.concurrency import build_limit
 from stretto.orchestrator.versions.loader import VersionLoader
+from stretto_steering.concurrency import build_limit
 from stretto_steering.controller import Steering, within
 
 STEPS = 200

@@ -46,7 +46,11 @@ def measured() -> str:
 
 
 NAMES = sorted({metric.name for part in PARTS for metric in part.metrics})
-ADD_ONS = {"(rewards|logps)/(chosen|rejected)": "preference", "steering/": "steering", "curriculum/": "curriculum"}
+ADD_ONS = {
+    "(rewards|logps)/(chosen|rejected)": "preference",
+    "(steering|concurrency)/": "steering",
+    "curriculum/": "curriculum",
+}
 """Which add-on measures the names that begin so."""
 
 

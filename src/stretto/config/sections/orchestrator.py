@@ -301,6 +301,10 @@ class LedgerSection(Section):
     """Size at which a payload file is closed and the next begun."""
 
 
+ADAPTIVE = 'concurrency.type = "adaptive"'
+"""The key that needs an add-on."""
+
+
 class FixedConcurrency(Section):
     """As many rollouts as max_inflight_rollouts and the bound on staleness allow."""
 

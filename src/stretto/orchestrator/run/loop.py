@@ -25,11 +25,10 @@ from stretto.orchestrator.eval.best import BestKeeper, best_of
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
 from stretto.orchestrator.run import telemetry
-from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
 from stretto.orchestrator.run.membership import POLL_S, Membership
-from stretto.orchestrator.run.parts import RunParts, Steering, load_steering
+from stretto.orchestrator.run.parts import Limit, RunParts, Steering, build_limit, load_steering
 from stretto.orchestrator.run.pipeline import GroupPipeline
-from stretto.orchestrator.run.ship import ENGINE_LOADS_INTERVAL_S, BatchShipper, engine_loads, engine_metrics
+from stretto.orchestrator.run.ship import ENGINE_LOADS_INTERVAL_S, BatchShipper, engine_loads
 from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.records.control import (
@@ -99,9 +98,9 @@ class Loop:
         for spending in run.spendings:
             spending.stop = self._end_early
         self._shown_batch = (0, 0.0, False)  # a step, since when it is the next or was shown, and was it shown
-        self._limit = build_limit(run.cfg, run.buffer)
+        self._limit: Limit | None = build_limit(run)
         self._steering: Steering | None = None if run.cfg.steering is None else load_steering().RunSteering(run)
-        self._reports = telemetry.StepReports(run, self._limit, self._steering)
+        self._reports = telemetry.StepReports(run, [each for each in (self._steering, self._limit) if each is not None])
         self._is_stopping = asyncio.Event()
         self._interrupting: asyncio.Task[None] | None = None
         self._drawing: asyncio.Task[None] | None = None  # from the first loaded version on
@@ -126,10 +125,11 @@ class Loop:
             background = [
                 loading,
                 tasks.create_task(self.parts.engines.watch(), name="watch_engines"),
-                tasks.create_task(self.adapt_concurrency(), name="adapt_concurrency"),
                 tasks.create_task(self.record_engines(), name="record_engines"),
                 tasks.create_task(self.watch_budget(), name="watch_budget"),
             ]
+            if self._limit is not None:
+                background.append(tasks.create_task(self._limit.follow(), name="adapt_concurrency"))
             if isinstance(self.parts.engines, EngineClient):
                 background.append(tasks.create_task(self.follow_membership(), name="follow_membership"))
             await tasks.create_task(self._shipper.ship_batches(), name="ship_batches")
@@ -223,18 +223,6 @@ class Loop:
                 )
         self.parts.watch.progress("engines and trainer are ready")
         report("phase", text="waiting for the first weights", is_early=True)
-
-    async def adapt_concurrency(self) -> None:
-        """Adjust the limit on running groups to the engines' load, if concurrency is adaptive."""
-        if self._limit is None:
-            return
-        engines, group_size = self.parts.engines, self.cfg.group_size
-        while True:
-            self.buffer.limit_running(max(self._limit.limit // group_size, 1))
-            await asyncio.sleep(self._limit.cfg.interval_s)
-            load = EngineLoad.of(await engine_metrics(engines), engines.num_ready)
-            if load is not None:
-                self._limit.update(load, self.buffer.num_running * group_size, time.monotonic())
 
     async def record_engines(self) -> None:
         """Write what each engine does into the ledger from time to time, less often if there are many.

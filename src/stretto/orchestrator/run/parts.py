@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from stretto import addons
 from stretto.base.paths import RunDir
 from stretto.base.watch import Watch
-from stretto.config.sections.orchestrator import OrchestratorSection
+from stretto.config.sections.orchestrator import ADAPTIVE, FixedConcurrency, OrchestratorSection
 from stretto.ledger.writer import Ledger
 from stretto.monitors.base import Monitors
 from stretto.monitors.monitor import TableRow, Values
@@ -80,7 +80,14 @@ class StepRow:
     distributions: Mapping[str, Values] = field(default_factory=dict)
 
 
-class Steering(Protocol):
+class Measured(Protocol):
+    """A part of a run that has metrics of its own."""
+
+    def gauges(self) -> dict[str, float]:
+        """What is set now."""
+
+
+class Steering(Measured, Protocol):
     """Sets how far generation is ahead, and how often engines get new weights, while a run goes on."""
 
     def on_loaded(self, version: int) -> None:
@@ -92,8 +99,12 @@ class Steering(Protocol):
     def on_trained(self, done: StepDone, row: StepRow) -> None:
         """A step is trained."""
 
-    def gauges(self) -> dict[str, float]:
-        """What is set, as metrics."""
+
+class Limit(Measured, Protocol):
+    """Limits the groups that run at once by the engines' load."""
+
+    async def follow(self) -> None:
+        """Adjust the limit until it is cancelled."""
 
 
 class Diagnosis(Protocol):
@@ -115,6 +126,17 @@ def load_steering() -> Any:
     Raises: ConfigError if it is not installed.
     """
     return addons.load(GROUP, "steering", "[orchestrator.steering]")
+
+
+def build_limit(run: RunParts) -> Limit | None:
+    """The add-on's limit; None if concurrency is fixed.
+
+    Raises: ConfigError if it is not installed.
+    """
+    if isinstance(run.cfg.concurrency, FixedConcurrency):
+        return None
+    limit: Limit = addons.load(GROUP, "concurrency", ADAPTIVE)(run)
+    return limit
 
 
 def build_diagnosis(run: RunParts) -> Diagnosis | None:

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from stretto.base.status import report
 from stretto.orchestrator.eval_scores import EvalScore, mean_over_envs
 from stretto.orchestrator.model_costs import EVENT
-from stretto.orchestrator.run.concurrency import AdaptiveLimit
-from stretto.orchestrator.run.parts import RunParts, Steering, StepRow, build_diagnosis
+from stretto.orchestrator.run.parts import Measured, RunParts, StepRow, build_diagnosis
 from stretto.records.control import StepDone
 
 logger = logging.getLogger(__name__)
@@ -72,9 +71,10 @@ def _warn(texts: Sequence[str]) -> None:
 class StepReports:
     """Reports trained steps: progress, metrics, the line on the console, and warnings."""
 
-    def __init__(self, run: RunParts, limit: AdaptiveLimit | None, steering: Steering | None = None) -> None:
+    def __init__(self, run: RunParts, measured: Sequence[Measured]) -> None:
+        """measured: what also has a part in the row of a step."""
         self._diagnosis = build_diagnosis(run)
-        self._parts, self._limit, self._steering = run, limit, steering
+        self._parts, self._measured = run, measured
         now = time.perf_counter()
         # As if earlier incarnations had ended just before this one.
         self._wall_from = now - run.progress.wall_s
@@ -138,8 +138,7 @@ class StepReports:
             "time/wait_for_rollouts": done.wait_s,
             "time/update_weights": run.versions.load_s,
             "canary/error": run.versions.canary_error,
-            **({} if self._steering is None else self._steering.gauges()),
-            **({} if self._limit is None else {"concurrency/limit": float(self._limit.limit)}),
+            **{name: value for each in self._measured for name, value in each.gauges().items()},
             # The ends of two steps may arrive together: then only the trainer knows how long the second one took.
             "tokens_per_s": row.num_tokens / max(step_s, done.time_s),
             "trainer/step_s": done.time_s,
