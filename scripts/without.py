@@ -21,7 +21,7 @@ ADD_ONS = tuple(sorted(path.parent.name.removeprefix("stretto_") for path in ROO
 NEEDS = {
     "doctor": ("bench", "plan"),
     "hubs": ("agents",),
-    "plan": ("bench", "python"),
+    "plan": ("bench", "python", "steering"),
     "repair": ("sandbox",),
     "review": ("python", "view"),
     "view": ("python",),

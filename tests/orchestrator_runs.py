@@ -78,3 +78,9 @@ def sampled(trainer):
         ]
         for step in trainer.batches
     ]
+
+
+def by_number(prompt, rng, version):
+    """Tasks differ in how often they are solved: the n-th of 12 with probability n / 12."""
+    word = prompt.rsplit("U", 1)[-1].removesuffix(".A")
+    return word if rng.random() < int(word.removeprefix("train")) / 12 else "no"

@@ -11,6 +11,8 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
     stretto.rules         path of a section -> a module with RULES, as config/rules has, for configs that have it
+    stretto.orchestrator  steering -> a module, diagnosis, concurrency -> a class, as orchestrator/run/parts.py says;
+                          curriculum -> a function that builds a `orchestrator.tasks.order.Curriculum`
     stretto.sft           type of [data] of `sft` with a learner of its own -> a module with load_policy, load_rows,
                           adapt, build_learner and build_packer; with ".rows" after it, one that reads its rows
     stretto.options       NAME of `--NAME` of a verb with a configuration -> a module with `parse(verb, words)`, which

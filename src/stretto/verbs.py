@@ -304,6 +304,17 @@ def _check_add_ons(cfg: RunRoot) -> None:
     for path, optim in ((f"{at}optim", getattr(keys, "optim", None)), (f"{at}critic.optim", critic and critic.optim)):
         if optim is not None and optim.type not in ("adamw", "sgd"):
             addons.check("stretto.optimizers", optim.type, f'{path}.type = "{optim.type}"')
+    orchestrator = getattr(cfg, "orchestrator", cfg)
+    if getattr(orchestrator, "steering", None) is not None:
+        addons.check("stretto.orchestrator", "steering", "[orchestrator.steering]")
+    if getattr(orchestrator, "has_pools", False):
+        from stretto.config.sections.curriculum import POOLS
+
+        addons.check("stretto.orchestrator", "curriculum", POOLS)
+    if getattr(getattr(orchestrator, "concurrency", None), "type", None) == "adaptive":
+        from stretto.config.sections.orchestrator import ADAPTIVE
+
+        addons.check("stretto.orchestrator", "concurrency", ADAPTIVE)
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:

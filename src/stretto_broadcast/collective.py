@@ -48,24 +48,21 @@ from stretto.transports.weights.checksum import Checksum, check_kind
 from stretto.transports.weights.layout import (
     HEAD_BYTES,
     ONE_RANK,
-    Bucket,
     NamedTensor,
     Ranks,
     RankShards,
     Receiver,
-    buckets_of,
     build_manifest,
     combine_checksums,
     dtype_name,
-    group_into_buckets,
     padded,
     shard_head,
     tensor_over,
-    tensors_of,
 )
 from stretto.transports.weights.shm import ShmFile, ShmReceiver
 from stretto.transports.weights.store import connect_store, create_store
 from stretto_broadcast.board import Board
+from stretto_broadcast.buckets import Bucket, buckets_of, group_into_buckets, tensors_of
 from stretto_broadcast.groups import Held, HeldGroup, broadcast, enter_group
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ import torch
 from stretto.base.errors import EngineError, WireError
 from stretto.config.sections.transport import IpcWeights
 from stretto.records.weight_manifest import TensorEntry, WeightManifest
-from stretto.transports.weights.layout import NamedTensor, Receiver, buckets_of, dtype_name, padded, tensors_of
+from stretto.transports.weights.layout import NamedTensor, Receiver, dtype_name, padded
+from stretto_broadcast.buckets import buckets_of, tensors_of
 
 
 class Handle(msgspec.Struct, frozen=True):

@@ -1,5 +1,7 @@
 """`stretto doctor`: whether this machine and the hosts of a deployment can run a config; `stacks`: what a run does now.
 
+`diagnosis.py` is part of a run: it warns of learning that goes wrong.
+
 No torch is imported.
 """
 

@@ -441,9 +441,7 @@ def cache_tokens(setup: Setup, engine: EngineSetup) -> float:
 def running_sequences(setup: Setup, engine: EngineSetup) -> int:
     """Sequences that one data-parallel group computes at one time, if the rollouts in flight are spread evenly."""
     orchestrator = setup.rl.orchestrator
-    steering = orchestrator.steering
-    level = orchestrator.max_async_level if steering is None else steering.max_level  # it may rise so far
-    in_flight = (level + 1) * orchestrator.batch_size
+    in_flight = (orchestrator.most_async_level + 1) * orchestrator.batch_size
     in_flight = min(in_flight, orchestrator.max_inflight_rollouts or in_flight)
     return min(engine.section.max_num_seqs, math.ceil(in_flight / (engine.count * engine.groups)))
 

@@ -9,15 +9,23 @@ do, or as `Authorization: Bearer`. All tokens are compared in constant time.
 from __future__ import annotations
 
 import hmac
+import json
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from stretto.base.secret import ADMIN
+from stretto.base.errors import ConfigError
+from stretto.base.files import write_atomic
 from stretto.transports.engine.api import Refusal
 from stretto_service.config import UserSection
 
+ADMIN = "admin"
+"""Name of the user who may see and change everything in a service."""
+PREFIX = "tml-"
+"""Beginning of new tokens: clients of Tinker accept no others."""
 SMALL_BYTES = 64 << 10
 """Bodies of at most this size are always read."""
 
@@ -94,3 +102,28 @@ class Reading:
             yield
         finally:
             self._reading_bytes[user] -= size
+
+
+def prepare_tokens(path: Path, given: Mapping[str, str | None]) -> dict[str, str]:
+    """Tokens of all users and of the admin: the given one, the one in the file, or a new one; the file gets them all.
+
+    Raises: ConfigError for a user with the admin's name, for equal tokens, and for a damaged file.
+    """
+    if ADMIN in given:
+        raise ConfigError(f"[service.users.{ADMIN}]: the admin has this name; choose another")
+    known: dict[str, str] = {}
+    if path.exists():
+        try:
+            known = json.loads(path.read_text())
+        except ValueError as error:
+            raise ConfigError(f"{path} is damaged: {error}; delete it, and new tokens are made") from error
+    tokens = {name: given.get(name) or known.get(name) or _new_token(name) for name in (*given, ADMIN)}
+    if len({*tokens.values()}) < len(tokens):
+        raise ConfigError("[service.users]: two users have the same token; each needs one of his own")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, (json.dumps(tokens, indent=1) + "\n").encode(), mode=0o600, is_durable=True)
+    return tokens
+
+
+def _new_token(name: str) -> str:
+    return f"{PREFIX}{name}-{secrets.token_hex(20)}"

@@ -17,7 +17,7 @@ from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError, meant_path
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims, in_url
-from stretto.base.secret import Secret, load_secret, prepare_tokens
+from stretto.base.secret import Secret, load_secret
 from stretto.check.devices import check_served_on_cpu, check_trained_on_cpu
 from stretto.check.models import check_model, check_served
 from stretto.config.load import dump, write_json
@@ -37,6 +37,7 @@ from stretto.launch.plan.processes import (
 from stretto.launch.plan.specs import EnginesPlan
 from stretto.launch.plan.table import process_table
 from stretto.launch.run import supervisor
+from stretto_service.access import prepare_tokens
 from stretto_service.config import ServeConfig
 
 STALL_S = 7 * 24 * 3600.0

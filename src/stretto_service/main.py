@@ -18,9 +18,9 @@ from aiohttp import web
 from stretto.base import log
 from stretto.base.errors import ConfigError
 from stretto.base.runtime import raise_file_limit
-from stretto.base.secret import load_secret, prepare_tokens
+from stretto.base.secret import load_secret
 from stretto.transports.engine.client import EngineClient
-from stretto_service.access import Access, Reading, User
+from stretto_service.access import Access, Reading, User, prepare_tokens
 from stretto_service.config import ServeConfig
 from stretto_service.engines import Engines, WeightSlot
 from stretto_service.futures import Futures

@@ -16,8 +16,8 @@ from stretto.base.paths import RunDir
 from stretto.cli import main
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
-from stretto.config.sections.deployment import node_names
-from stretto.launch.job import RESUME
+from stretto_clusters.job import RESUME
+from stretto_clusters.placed import node_names
 from stretto_clusters.slurm.rules import seconds
 from stretto_clusters.slurm.script import Job, fill, plan_job
 from stretto_clusters.slurm.submit import screen, write

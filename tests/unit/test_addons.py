@@ -55,7 +55,7 @@ def strings_of(package: str) -> str:
 
 @pytest.mark.heavy
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 29
+    assert len(ADD_ONS) == 31
     assert not NAME.findall(strings_of("stretto"))
 
 
@@ -74,7 +74,7 @@ def test_what_goes_with_an_add_on_is_there() -> None:
 
 def test_entry_points_lead_to_what_the_core_can_load() -> None:
     groups = {group: values for group, values in PROJECT["entry-points"].items() if group.startswith(addons.PREFIX)}
-    assert len(groups) == 24
+    assert len(groups) == 25
     for group, values in groups.items():
         assert addons.registered(group) == addons.offers(group) == values and f"    {group} " in (addons.__doc__ or "")
         assert set(addons.load_all(group)) == set(values)
@@ -160,12 +160,20 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
             "frozen",
             ["--orchestrator.algo.type", "opsd", "--dry-run"],
             'orchestrator.algo.type = "opsd" needs the add-on stretto_frozen, which is not installed',
+            "steering",
+            ["--orchestrator.steering.max-level", "4", "--dry-run"],
+            "[orchestrator.steering] needs the add-on stretto_steering",
+        ),
+        (
+            "curriculum",
+            ["--orchestrator.curriculum.sampler.type", "difficulty_pool", "--dry-run"],
+            'curriculum.sampler.type = "difficulty_pool" needs the add-on stretto_curriculum',
         ),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
     ],
 )
 def test_a_config_that_needs_a_missing_add_on_says_so(name: str, flags: list[str], said: str, tmp_path: Path) -> None:
-    source = SCRIPT["copy_without"]([name], tmp_path, PARTS)
+    source = SCRIPT["copy_without"](SCRIPT["with_those_that_need"]([name]), tmp_path, PARTS)
     command = [*(LORA_RUN if name == "service" else RUN), *flags]
     [(code, _, err)] = told(source, command).values()
     assert code == 2 and said in err

@@ -112,7 +112,9 @@ BELOW = {
     },
     "stretto_optimizers": {"config", "models", "trainer"},
     "stretto_preference": {"base", "chat", "config", "data", "inference", "models", "records", "trainer", "transports"},
+    "stretto_curriculum": {"base", "config", "envs", "orchestrator", "records"},
     "stretto_routers": {"base", "config"},
+    "stretto_steering": {"base", "config", "ledger", "orchestrator", "records"},
     "stretto_megatron": {"base", "config", "families", "models", "records", "trainer"},
     "stretto_start": {"state", "base", "config", "data", "signals"},
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
@@ -201,6 +203,7 @@ BELOW = {
         "trainer",  # batch/sft_data.py: how examples become tokens, without torch
         "state",
         "stretto_python",
+        "stretto_steering",
         "transports",
     },
     "stretto_doctor": {

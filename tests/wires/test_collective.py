@@ -34,7 +34,8 @@ from stretto.records.weight_manifest import TensorEntry, WeightGroup, WeightMani
 from stretto.transports.weights import receive
 from stretto_broadcast import collective, host_copy
 from stretto_broadcast.board import Board
-from stretto_broadcast.collective import CollectivePublisher, Part, buckets_of, close_all
+from stretto_broadcast.buckets import buckets_of
+from stretto_broadcast.collective import CollectivePublisher, Part, close_all
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:

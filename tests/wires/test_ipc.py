@@ -16,7 +16,7 @@ from stretto.config.root import RLConfig
 from stretto.config.sections.transport import IpcWeights
 from stretto.records.weight_manifest import TensorEntry, WeightManifest
 from stretto.transports.weights import build_publisher, receive
-from stretto.transports.weights.layout import buckets_of, tensors_of
+from stretto_broadcast.buckets import buckets_of, tensors_of
 from stretto_broadcast.ipc import Location
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

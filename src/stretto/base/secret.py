@@ -3,32 +3,24 @@
 It is a line of text in RUN/secret, mode 0600, written by the launcher or by the first process that is started alone.
 Where hosts share no file system, set the environment variable STRETTO_RUN_SECRET instead. The secret is never sent:
 each wire uses a key derived from it for one purpose, and no key reveals another key or the secret.
-
-The tokens by which a service knows its users are beside it, in RUN/tokens.json, mode 0600 too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import os
 import secrets
 import stat
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.base.files import flush, write_atomic
+from stretto.base.files import flush
 from stretto.base.paths import RunDir
 
 SECRET_VAR = "STRETTO_RUN_SECRET"
 MIN_CHARS = 32
-ADMIN = "admin"
-"""Name of the user who may see and change everything in a service."""
-PREFIX = "tml-"
-"""Beginning of new tokens: clients of Tinker accept no others."""
 _WRITTEN_WITHIN_S = 5.0  # longest time between creating and writing the file
 _POLL_S = 0.05
 
@@ -125,31 +117,3 @@ def _checked(text: str, where: str) -> Secret:
             f"{where} has {len(text)} characters; a secret needs {MIN_CHARS} or more (openssl rand -hex 32)."
         )
     return Secret(text)
-
-
-# -- users of a service --
-
-
-def prepare_tokens(path: Path, given: Mapping[str, str | None]) -> dict[str, str]:
-    """Tokens of all users and of the admin: the given one, the one in the file, or a new one; the file gets them all.
-
-    Raises: ConfigError for a user with the admin's name, for equal tokens, and for a damaged file.
-    """
-    if ADMIN in given:
-        raise ConfigError(f"[service.users.{ADMIN}]: the admin has this name; choose another")
-    known: dict[str, str] = {}
-    if path.exists():
-        try:
-            known = json.loads(path.read_text())
-        except ValueError as error:
-            raise ConfigError(f"{path} is damaged: {error}; delete it, and new tokens are made") from error
-    tokens = {name: given.get(name) or known.get(name) or _new_token(name) for name in (*given, ADMIN)}
-    if len({*tokens.values()}) < len(tokens):
-        raise ConfigError("[service.users]: two users have the same token; each needs one of his own")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, (json.dumps(tokens, indent=1) + "\n").encode(), mode=0o600, is_durable=True)
-    return tokens
-
-
-def _new_token(name: str) -> str:
-    return f"{PREFIX}{name}-{secrets.token_hex(20)}"

@@ -111,18 +111,6 @@ def old(*rows: Row) -> tuple[Row, ...]:
     return tuple(replace(row, is_old=True) for row in rows)
 
 
-def no_names(verb: str, word: str) -> list[str]:
-    return []
-
-
-def as_given(paths: Sequence[KeyPath]) -> list[KeyPath]:
-    return list(paths)
-
-
-def nothing_else(root: str, values: Mapping[KeyPath, Any], spelled: Mapping[KeyPath, str]) -> list[Correction]:
-    return []
-
-
 @dataclass(frozen=True)
 class Correction:
     """A value that follows from several others in a file of another framework."""
@@ -138,9 +126,11 @@ class Spelling:
     """The keys of another framework, which an add-on offers."""
 
     tables: tuple[Table, ...]
-    names: Callable[[str, str], list[str]] = no_names
+    names: Callable[[str, str], list[str]] = lambda verb, word: []
     """Its keys that contain a word, and what each is here, in the files of a verb: (verb, word)."""
-    merged: Callable[[Sequence[KeyPath]], list[KeyPath]] = as_given
+    merged: Callable[[Sequence[KeyPath]], list[KeyPath]] = list
     """The paths of a file, where two of its lists are one list here."""
-    corrections: Callable[[str, Mapping[KeyPath, Any], Mapping[KeyPath, str]], list[Correction]] = nothing_else
+    corrections: Callable[[str, Mapping[KeyPath, Any], Mapping[KeyPath, str]], list[Correction]] = (
+        lambda root, values, spelled: []
+    )
     """What else its values mean together: (class of the root, values in our spelling, how each was written)."""

@@ -10,9 +10,11 @@ from typing import Any
 
 from stretto import addons
 from stretto.base.paths import RunDir
-from stretto.launch.job import JobConfig
+from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 
 GROUP = "stretto.launchers"
+JobConfig = RLConfig | SFTConfig | InferenceConfig
+"""A command that a launcher can hand on."""
 SECTIONS = ("slurm", "ray")
 """Sections of a config that each name the launcher which runs the command."""
 FINISHES = "finishes its step, saves a checkpoint and ends; --now ends it at once"

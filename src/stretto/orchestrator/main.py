@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from stretto import addons
 from stretto.algorithms.custom import load_credit
 from stretto.base import log, rundir
 from stretto.base.foreign import warn_when_blocked
@@ -28,7 +29,7 @@ from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
 from stretto.config.root import OrchestratorConfig
 from stretto.config.sections.algorithm import CustomAlgo, RaeAlgo
-from stretto.config.sections.curriculum import DifficultySampler
+from stretto.config.sections.curriculum import POOLS
 from stretto.config.sections.model import shares_prefixes
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.data.hub_model import fetch, find_config
@@ -36,7 +37,6 @@ from stretto.data.model_file import find_model_file
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
 from stretto.ledger import Ledger, Limits
-from stretto.ledger.reader import LedgerReader
 from stretto.ledger.writer import USED
 from stretto.monitors.base import build_monitors
 from stretto.monitors.purse import Purse
@@ -62,12 +62,10 @@ from stretto.orchestrator.groups.buffer import Buffer
 from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.run.loop import Loop
-from stretto.orchestrator.run.parts import RunParts
-from stretto.orchestrator.run.steering import EVENT as STEERING
+from stretto.orchestrator.run.parts import GROUP, RunParts, load_steering
 from stretto.orchestrator.state.resume import prepare_cursor, starting_point, used_before, with_fingerprints
 from stretto.orchestrator.state.run_checkpoint import Progress, summary_of
-from stretto.orchestrator.tasks.difficulty import Curriculum, DifficultyPools
-from stretto.orchestrator.tasks.order import TaskMix
+from stretto.orchestrator.tasks.order import Curriculum, TaskMix
 from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.orchestrator.versions.shared_devices import SharedDevices
 from stretto.transports.control import ControlServer
@@ -217,7 +215,7 @@ def build_loop(
     buffer = Buffer(build_bounds(cfg, progress.step), ledger, next_step=progress.step + 1)
     logger.info("at most %d groups are under way at once", buffer.bounds.num_slots)
     curriculum = build_curriculum(cfg, envs, progress)
-    mix = TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum.pools)
+    mix = TaskMix(envs, [env.ratio for env in cfg.env], cfg.seed, curriculum)
     vocab_size = vocab_size_of(cfg, renderer)
     cursor = prepare_cursor(cfg, ledger, buffer, mix, progress, vocab_size=vocab_size, hooks=user_code.hooks)
     ledger.event("data", progress.data)
@@ -295,7 +293,7 @@ def build_versions(cfg: OrchestratorConfig, engines: EngineClient, ledger: Ledge
         ledger,
         start=start,
         timeout_s=cfg.weight_broadcast.timeout_s,
-        interval=steered_setting(cfg, start)[1],
+        interval=first_setting(cfg, start)[1],
         end=cfg.max_steps,
         is_evaluated=lambda version: cfg.eval is not None and cfg.eval.is_due(version, end=cfg.max_steps),
         tolerance=cfg.weight_broadcast.canary_tolerance,
@@ -312,19 +310,14 @@ def build_baselines(cfg: OrchestratorSection, envs: Sequence[Environment], progr
     return baselines
 
 
-def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], progress: Progress) -> Curriculum:
-    """Build the difficulty pools of the environments whose config asks for them.
+def build_curriculum(cfg: OrchestratorSection, envs: Sequence[Environment], progress: Progress) -> Curriculum | None:
+    """Have an add-on build the pools of the environments whose config asks for them; None if none does.
 
-    Raises: ConfigError for an environment that cannot have pools.
+    Raises: ConfigError for an environment that cannot have pools, or if the add-on is not installed.
     """
-    curriculum = Curriculum(
-        {
-            env.name: DifficultyPools(env.name, tasks_of(env, "train"), sampler)
-            for env, section in zip(envs, cfg.env, strict=True)
-            if isinstance(sampler := cfg.curriculum_of(section).sampler, DifficultySampler)
-        }
-    )
-    curriculum.restore(progress.curriculum)
+    if not cfg.has_pools:
+        return None
+    curriculum: Curriculum = addons.load(GROUP, "curriculum", POOLS)(cfg, envs, progress.curriculum)
     return curriculum
 
 
@@ -377,7 +370,7 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     is_user_played = cfg.hooks.rollout_function is not None  # it may put groups back, so no batch waits for one
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,
-        max_async_level=steered_setting(cfg, start)[0],
+        max_async_level=first_setting(cfg, start)[0],
         max_off_policy_steps=cfg.max_off_policy_steps,
         max_running_groups=min(limits) // cfg.group_size if limits else None,
         max_oversampling=cfg.max_oversampling,
@@ -395,16 +388,12 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     )
 
 
-def steered_setting(cfg: OrchestratorConfig, start: int) -> tuple[int, int]:
+def first_setting(cfg: OrchestratorConfig, start: int) -> tuple[int, int]:
     """The level, and the steps between two versions that engines get, at which the run goes on after step `start`."""
-    level, interval = cfg.max_async_level, cfg.weight_broadcast.interval
-    if cfg.steering is None:
+    if cfg.steering is not None:
+        level, interval = load_steering().setting_after(cfg, start)
         return level, interval
-    with LedgerReader(cfg.run_dir) as reader:
-        decided = [event["data"] for event in reader.events_up_to(STEERING, start)]
-    if decided:
-        level, interval = int(decided[-1]["level"]), int(decided[-1].get("update_interval", interval))
-    return cfg.steering.within(level, interval, cfg.weight_broadcast.interval)
+    return cfg.max_async_level, cfg.weight_broadcast.interval
 
 
 # -- ending --

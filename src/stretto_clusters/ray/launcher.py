@@ -10,8 +10,7 @@ from typing import Any
 
 from stretto.base.files import holder, read_json, write_atomic
 from stretto.base.paths import RunDir
-from stretto.launch.job import JobConfig
-from stretto.launch.launchers import FINISHES, Launcher
+from stretto.launch.launchers import FINISHES, JobConfig, Launcher
 
 
 class Ray(Launcher):

@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from stretto.base.errors import ConfigError
-from stretto.launch.job import JobConfig, gpus_by_node, processes_by_node
+from stretto.launch.launchers import JobConfig
+from stretto_clusters.job import gpus_by_node, processes_by_node
 
 Amounts = Mapping[str, float]
 """Amounts of resources, by Ray's names."""

@@ -12,7 +12,8 @@ from typing import Any
 from stretto.base.errors import ConfigError
 from stretto.base.files import try_lock, write_holder
 from stretto.base.paths import RunDir
-from stretto.launch.job import VERBS, JobConfig
+from stretto.launch.launchers import JobConfig
+from stretto_clusters.job import VERBS
 
 SUBMISSION = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable in which `ray job submit` describes this job."""

@@ -37,7 +37,8 @@ from stretto.config import traced
 from stretto.config.load import write_json
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.inference import KEY_VAR
-from stretto.launch.job import RESUME, VERBS, JobConfig, check_run, hosts_key, processes_by_node, write_config
+from stretto.launch.launchers import JobConfig
+from stretto_clusters.job import RESUME, VERBS, check_run, hosts_key, processes_by_node, write_config
 from stretto_clusters.ray.cluster import Cluster, Group, NodeLost, RemoteNode
 from stretto_clusters.ray.placing import Bundle, addresses, in_order, missing, plan_bundles
 from stretto_clusters.ray.record import hold, record

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.rundir import COMMAND_VAR, JOB_VAR
-from stretto.config.sections.deployment import node_names
+from stretto_clusters.placed import node_names
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
-from stretto.launch.job import JobConfig
-from stretto.launch.launchers import FINISHES, Launcher
+from stretto.launch.launchers import FINISHES, JobConfig, Launcher
 from stretto_clusters.slurm import commands, submit
 
 JOB_VAR = "SLURM_JOB_ID"

@@ -10,8 +10,8 @@ from typing import Any
 
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules
-from stretto.config.sections.deployment import SlurmSection, node_names
-from stretto_clusters.placed import placed_by_cluster
+from stretto.config.sections.deployment import SlurmSection
+from stretto_clusters.placed import node_names, placed_by_cluster
 
 TIME = re.compile(r"(\d+-\d+(:\d+(:\d+)?)?|\d+(:\d+(:\d+)?)?|UNLIMITED|INFINITE)")
 OPTION = re.compile(r"[a-z][a-z0-9-]*")

@@ -25,7 +25,8 @@ from stretto.base.errors import ConfigError, reason_of
 from stretto.base.paths import RunDir
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.deployment import SlurmSection
-from stretto.launch.job import RESUME, VERBS, JobConfig, gpus_by_node, hosts_key, processes_by_node
+from stretto.launch.launchers import JobConfig
+from stretto_clusters.job import RESUME, VERBS, gpus_by_node, hosts_key, processes_by_node
 
 PLACEHOLDER = re.compile(r"\{\{\s*(\w*)\s*\}\}")
 

@@ -33,7 +33,7 @@ from stretto.base.errors import StrettoError
 from stretto.base.paths import RunDir
 from stretto.base.process import exit_status
 from stretto.check.nodes import FIRST_NODE_VAR
-from stretto.config.sections.deployment import node_names
+from stretto_clusters.placed import node_names
 from stretto_clusters.slurm import commands
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from stretto.base.errors import ConfigError
 from stretto.base.files import read_json, write_atomic
 from stretto.base.paths import RunDir
 from stretto.config.load import write_json
-from stretto.launch.job import JobConfig, check_run, write_config
+from stretto.launch.launchers import JobConfig
 from stretto.launch.plan.nodes import IDLE
+from stretto_clusters.job import check_run, write_config
 from stretto_clusters.slurm.commands import find_job, is_live, submit
 from stretto_clusters.slurm.script import Job, plan_job, unused_gpus
 

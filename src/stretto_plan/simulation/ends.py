@@ -22,7 +22,6 @@ from stretto.base.errors import EngineError
 from stretto.config.sections.model import shares_prefixes
 from stretto.data.model_file import find_model_file
 from stretto.envs.base import LimitReached, Message, RolloutResult, SingleTurnEnv, Split, TaskSource
-from stretto.orchestrator.run.loop import PUBLISHING
 from stretto.records.control import Bye, Register, StepDone, StepMetrics, Stop, VersionReady
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.records.rollout import Task
@@ -34,6 +33,7 @@ from stretto.virtual_clock import Cores, Job
 from stretto_plan.costs import Costs
 from stretto_plan.setup import EngineSetup
 from stretto_plan.workload import Workload
+from stretto_steering.run import PUBLISHING
 
 _EPSILON = 1e-6
 

@@ -32,7 +32,6 @@ from stretto.config.sections.monitors import MonitorsSection
 from stretto.envs.base import RunInfo
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.main import UserCode, Wires, build_loop
-from stretto.orchestrator.run.steering import EVENT as STEERING
 from stretto.orchestrator.state.resume import starting_point
 from stretto.records.row_packing import pack_rows
 from stretto.virtual_clock import Cores, run_virtual
@@ -46,6 +45,7 @@ from stretto_plan.simulation.ends import (
     build_env,
 )
 from stretto_plan.workload import Numbers, Workload
+from stretto_steering.controller import EVENT as STEERING
 
 STEPS, UNITS = 40, 512
 """Steps that are simulated by default; units (of one token or more) in the longest rollout."""

@@ -15,9 +15,9 @@ from stretto.base.paths import RunDir
 from stretto.cli import main
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
-from stretto.launch.job import write_config
 from stretto.launch.plan import nodes
 from stretto.launch.plan.nodes import plan_nodes
+from stretto_clusters.job import write_config
 from stretto_clusters.ray import cluster
 from stretto_clusters.ray.cluster import probe as probe_cluster
 from stretto_clusters.ray.node import Node

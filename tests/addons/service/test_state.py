@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.base.secret import ADMIN, prepare_tokens
 from stretto.transports.engine.api import Refusal
-from stretto_service.access import Access
+from stretto_service.access import ADMIN, Access, prepare_tokens
 from stretto_service.config import UserSection
 from stretto_service.futures import KEEP_SENT_S, KEEP_UNSENT_S, Futures, Result
 from stretto_service.store import KEEP_S, KEEP_USAGE_S, Audit, Checkpoint, Record, Run, Sampler, Session, Store, Usage

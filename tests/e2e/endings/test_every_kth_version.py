@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes.add_ons import needs
 from runs import Ended, rl, start, start_rl, until, untrained_model, wait
 from test_clock import delayed, play, weights
 
@@ -105,6 +106,7 @@ def decided_intervals(run: Ended) -> list[int]:
 
 
 @pytest.mark.heavy
+@needs("steering")
 def test_steering_lets_engines_have_fewer_versions_and_a_replay_trains_the_same(model: Path, tmp_path: Path) -> None:
     run = rl(tmp_path, steered(model))
     versions, found = loaded_versions(run), decided_intervals(run)
@@ -119,6 +121,7 @@ def test_steering_lets_engines_have_fewer_versions_and_a_replay_trains_the_same(
 
 
 @pytest.mark.slow
+@needs("steering")
 def test_a_steered_run_that_is_killed_goes_on_with_its_interval(model: Path, tmp_path: Path) -> None:
     settings = steered(model)
     popen = start_rl(tmp_path, settings, is_forked=False)

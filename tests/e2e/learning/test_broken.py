@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 from runs import start, wait
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("doctor")]
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ["--orchestrator.batch-size", "64", "--no-orchestrator.eval"]
 LETTERS = '[{"id": "sort-letters", "args": {"num_letters": 4}}]'

@@ -21,7 +21,9 @@ MEASURED_IN = (
     "monitors/purse.py",
     "../stretto_service/tenants",
     "../stretto_frozen",
+    "../stretto_curriculum",
     "../stretto_preference",
+    "../stretto_steering",
 )
 
 
@@ -45,13 +47,21 @@ def measured() -> str:
 
 
 NAMES = sorted({metric.name for part in PARTS for metric in part.metrics})
-OF_PAIRS = {name for name in NAMES if re.match("(rewards|logps)/(chosen|rejected)", name)}
+ADD_ONS = {
+    "(rewards|logps)/(chosen|rejected)": "preference",
+    "(steering|concurrency)/": "steering",
+    "curriculum/": "curriculum",
+}
+"""Which add-on measures the names that begin so."""
+
+
+def marked(name):
+    """The name as a parameter, which is skipped without the add-on that measures it."""
+    return pytest.param(name, marks=[needs(each) for start, each in ADD_ONS.items() if re.match(start, name)])
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs("preference")) if name in OF_PAIRS else name for name in NAMES]
-)
+@pytest.mark.parametrize("name", [marked(name) for name in NAMES])
 def test_every_name_in_the_table_is_measured_somewhere(name, measured):
     """As a whole, or without what is put before and behind it: eval/<env>/<mode>, rl/ and /mean."""
     wanted = re.sub(r"<[^>]+>", "<>", name)

@@ -42,8 +42,7 @@ def check(root: Section) -> list[Problem]:
 
 def _of_add_ons(root: Section) -> list[Rules]:
     """The tables of add-ons whose section this root has."""
-    given = [name for name in addons.offers(GROUP) if value_of(root, name) is not None]
-    return [_table(name) for name in given]
+    return [_table(name) for name in addons.offers(GROUP) if value_of(root, name) is not None]
 
 
 def _table(name: str) -> Rules:

@@ -9,6 +9,9 @@ from pydantic import Field
 
 from stretto.config.section import Section
 
+POOLS = 'curriculum.sampler.type = "difficulty_pool"'
+"""The key that needs an add-on."""
+
 
 class StandardSampler(Section):
     """Every task once per epoch, in a new random order."""

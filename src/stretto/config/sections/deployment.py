@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -11,7 +10,6 @@ from pydantic import Field
 
 from stretto.config.section import Section
 
-_NODES = re.compile(r"([^\[\],]+)(?:\[([\d,-]+)\])?(?:,|$)")
 RAY_HEAD = re.compile(r"[^\s/]+:\d+")
 """An address of a Ray cluster's head; not a URL, which leads to the dashboard or to a server for Ray clients."""
 
@@ -191,25 +189,3 @@ class ResumeSection(Section):
     skip_progress: bool = False
     """With `dir`: begin with the weights, the optimizer's state and the critic of that checkpoint, and with everything
     else anew: steps are counted from 1, and schedule, data and draws begin at their start."""
-
-
-def node_names(nodelist: str) -> list[str]:
-    """The nodes of a list in Slurm's notation: `a[0-1,07],b` is a0, a1, a07, b.
-
-    Raises: ValueError if it cannot be read.
-    """
-    names: list[str] = []
-    end = 0
-    while end < len(nodelist):
-        if (match := _NODES.match(nodelist, end)) is None:
-            raise ValueError(nodelist)
-        stem, numbers = match[1], match[2]
-        names += [stem] if numbers is None else [f"{stem}{number}" for number in _numbers(numbers)]
-        end = match.end()
-    return names
-
-
-def _numbers(text: str) -> Iterator[str]:
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        yield from (str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1))

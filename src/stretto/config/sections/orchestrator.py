@@ -301,6 +301,10 @@ class LedgerSection(Section):
     """Size at which a payload file is closed and the next begun."""
 
 
+ADAPTIVE = 'concurrency.type = "adaptive"'
+"""The key that needs an add-on."""
+
+
 class FixedConcurrency(Section):
     """As many rollouts as max_inflight_rollouts and the bound on staleness allow."""
 
@@ -364,11 +368,6 @@ class SteeringSection(Section):
     that should be is not tried."""
     retry: int = Field(8, ge=1)
     """Decisions after which a level that did not earn its gain is tried again; twice as many after each failure."""
-
-    def within(self, level: int, interval: int, least_interval: int) -> tuple[int, int]:
-        """A level and an interval of updates, brought between the bounds; least_interval: weight_broadcast.interval."""
-        interval = min(max(interval, least_interval), max(self.max_update_interval or 1, least_interval))
-        return min(max(level, self.min_level + interval - least_interval), self.max_level), interval
 
 
 Concurrency = Annotated[FixedConcurrency | AdaptiveConcurrency, Field(discriminator="type")]
@@ -525,9 +524,31 @@ class OrchestratorKeys(Section):
         """Gates of an environment's groups."""
         return self.curriculum_of(self.env_of(env)).gates
 
+    @property
+    def has_pools(self) -> bool:
+        """Whether tasks of an environment are in pools."""
+        return any(self.curriculum_of(env).sampler.type == "difficulty_pool" for env in self.env)
+
     def curriculum_of(self, section: TrainEnvSection | None) -> CurriculumSection:
         """The curriculum of an environment."""
         return (section and section.curriculum) or self.curriculum
+
+    @property
+    def least_level(self) -> tuple[str, int]:
+        """The fewest steps that generation may be ahead, and the key that says so."""
+        if self.steering is None or not self.max_async_level:
+            return "max_async_level", self.max_async_level
+        return "steering.min_level", self.steering.min_level
+
+    @property
+    def most_async_level(self) -> int:
+        """The most steps that generation may be ahead."""
+        return self.max_async_level if self.steering is None else self.steering.max_level
+
+    @property
+    def most_update_interval(self) -> int:
+        """The most steps between two versions that engines get, if that is more than weight_broadcast.interval."""
+        return 1 if self.steering is None else self.steering.max_update_interval or 1
 
     def eval_as_trained(self) -> TrainingEvalSection | None:
         """[eval] with the reply length of training, unless it has its own."""

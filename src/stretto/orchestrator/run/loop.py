@@ -25,13 +25,10 @@ from stretto.orchestrator.eval.best import BestKeeper, best_of
 from stretto.orchestrator.eval.results import format_table
 from stretto.orchestrator.eval_scores import eval_row, mean_over_envs
 from stretto.orchestrator.run import telemetry
-from stretto.orchestrator.run.concurrency import EngineLoad, build_limit
 from stretto.orchestrator.run.membership import POLL_S, Membership
-from stretto.orchestrator.run.parts import RunParts
+from stretto.orchestrator.run.parts import Limit, RunParts, Steering, build_limit, load_steering
 from stretto.orchestrator.run.pipeline import GroupPipeline
-from stretto.orchestrator.run.ship import ENGINE_LOADS_INTERVAL_S, BatchShipper, engine_loads, engine_metrics
-from stretto.orchestrator.run.steering import AGE, Steering
-from stretto.orchestrator.run.steering import EVENT as STEERING
+from stretto.orchestrator.run.ship import ENGINE_LOADS_INTERVAL_S, BatchShipper, engine_loads
 from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.records.control import (
@@ -54,7 +51,6 @@ BUDGET_INTERVAL_S = 30.0
 """The longest between two looks at what frozen models cost; times are known ahead."""
 CLOCK_SLACK_S = 0.01
 LONG_BATCH_S = 30.0
-PUBLISHING = "time/publish"
 
 
 class CheckpointWriter:
@@ -69,7 +65,7 @@ class CheckpointWriter:
         run, progress = self._parts, self._parts.progress
         if step != progress.step:
             raise WireError(f"the trainer began a checkpoint of step {step} after step {progress.step}")
-        progress.curriculum = run.curriculum.state_at(step)
+        progress.curriculum = {} if run.curriculum is None else run.curriculum.state_at(step)
         progress.baselines = run.baselines.state_at(step)
         progress.next_draw, progress.open_draws = run.ledger.next_draw(), run.ledger.open_draws()
         self._begun[step] = run_checkpoint.snapshot(progress)
@@ -102,12 +98,9 @@ class Loop:
         for spending in run.beside.spendings:
             spending.stop = self._end_early
         self._shown_batch = (0, 0.0, False)  # a step, since when it is the next or was shown, and was it shown
-        self._limit = build_limit(run.cfg, run.buffer)
-        self._steering: Steering | None = None
-        if run.cfg.steering is not None:
-            level, least = run.buffer.bounds.max_async_level, run.cfg.weight_broadcast.interval
-            self._steering = Steering(run.cfg.steering, level, run.versions.interval, least_interval=least)
-        self._reports = telemetry.StepReports(run, self._limit)
+        self._limit: Limit | None = build_limit(run)
+        self._steering: Steering | None = None if run.cfg.steering is None else load_steering().RunSteering(run)
+        self._reports = telemetry.StepReports(run, [each for each in (self._steering, self._limit) if each is not None])
         self._is_stopping = asyncio.Event()
         self._interrupting: asyncio.Task[None] | None = None
         self._drawing: asyncio.Task[None] | None = None  # from the first loaded version on
@@ -132,10 +125,11 @@ class Loop:
             background = [
                 loading,
                 tasks.create_task(self.parts.engines.watch(), name="watch_engines"),
-                tasks.create_task(self.adapt_concurrency(), name="adapt_concurrency"),
                 tasks.create_task(self.record_engines(), name="record_engines"),
                 tasks.create_task(self.watch_budget(), name="watch_budget"),
             ]
+            if self._limit is not None:
+                background.append(tasks.create_task(self._limit.follow(), name="adapt_concurrency"))
             if isinstance(self.parts.engines, EngineClient):
                 background.append(tasks.create_task(self.follow_membership(), name="follow_membership"))
             await tasks.create_task(self._shipper.ship_batches(), name="ship_batches")
@@ -172,7 +166,7 @@ class Loop:
     @property
     def verdict(self) -> str | None:
         """One line about whether this incarnation learned; None after too few steps."""
-        return self._reports.diagnosis.verdict()
+        return self._reports.verdict()
 
     @property
     def was_stopped(self) -> bool:
@@ -230,18 +224,6 @@ class Loop:
         self.parts.watch.progress("engines and trainer are ready")
         report("phase", text="waiting for the first weights", is_early=True)
 
-    async def adapt_concurrency(self) -> None:
-        """Adjust the limit on running groups to the engines' load, if concurrency is adaptive."""
-        if self._limit is None:
-            return
-        engines, group_size = self.parts.engines, self.cfg.group_size
-        while True:
-            self.buffer.limit_running(max(self._limit.limit // group_size, 1))
-            await asyncio.sleep(self._limit.cfg.interval_s)
-            load = EngineLoad.of(await engine_metrics(engines), engines.num_ready)
-            if load is not None:
-                self._limit.update(load, self.buffer.num_running * group_size, time.monotonic())
-
     async def record_engines(self) -> None:
         """Write what each engine does into the ledger from time to time, less often if there are many.
 
@@ -296,7 +278,7 @@ class Loop:
         """Draw and play groups from now on: the first version is loaded."""
         report("phase", text="playing the first rollouts")
         self._reports.begin()
-        self._shipper.idle_s = self.buffer.idle_s
+        self._shipper.idle_s, self._shipper.trained_at = self.buffer.idle_s, asyncio.get_running_loop().time()
         self._drawing = tasks.create_task(self._pipeline.run(tasks, self.start), name="draw_groups")
 
     # -- versions and the trainer --
@@ -313,14 +295,10 @@ class Loop:
             version = await self.parts.versions.load_next()
             self.parts.watch.progress(f"version {version} loaded")
             if self._steering is not None:
-                if version > self.start:
-                    self._steering.costs.pause.append(self.parts.engines.paused_s)
-                else:
-                    self._shipper.trained_at = asyncio.get_running_loop().time()
-                    self._steering.start(self._shipper.trained_at)
+                self._steering.on_loaded(version)
             sending = asyncio.create_task(self._announce_loaded(version))
             is_due = self.cfg.eval is not None and self._should_evaluate(self.cfg.eval, version)
-            if self.parts.curriculum.pools:
+            if self.parts.curriculum is not None:
                 self.parts.curriculum.advance(version)
             if is_due and self.cfg.max_async_level == 0:  # synchronous: an eval runs alone
                 await self.evaluate(version)
@@ -415,8 +393,8 @@ class Loop:
             match event.message:
                 case StepMetrics(step=step, metrics=metrics):
                     self.parts.monitors.log(step, metrics)
-                    if self._steering is not None and step > self.start and PUBLISHING in metrics:
-                        self._steering.costs.publish.append(metrics[PUBLISHING])
+                    if self._steering is not None:
+                        self._steering.on_metrics(step, metrics)
                 case VersionReady(manifest=manifest):
                     self.parts.versions.on_published(manifest)
                 case StepDone() as done:
@@ -449,30 +427,14 @@ class Loop:
         self._reports.report(done, row)
         if self._best.wanted is not None:
             self._best.keep_if_there()
+        self._shipper.trained_at = asyncio.get_running_loop().time()
         self._shipper.step_done.set()
         if self._steering is not None:
-            self._steer(done, row)
+            self._steering.on_trained(done, row)
         if purse.has_bounds and done.step != self.cfg.max_steps and (reason := purse.excess()) is not None:
             self._end_early(reason)
         async with self._trainer_changed:
             self._trainer_changed.notify_all()
-
-    def _steer(self, done: StepDone, row: telemetry.StepRow) -> None:
-        """Choose how far generation may be ahead, and how often engines get new weights, after a step."""
-        steering, now, shipper = self._steering, asyncio.get_running_loop().time(), self._shipper
-        assert steering is not None, "the caller has looked"
-        waited_s, shipper.trained_at = shipper.waited_s.pop(done.step, 0.0), now
-        metrics = done.metrics | {AGE: row.metrics[AGE]} if AGE in row.metrics else done.metrics
-        decision = steering.add_step(done.step, now, row.num_tokens, metrics, waited_s)
-        if decision is None:
-            return
-        self.parts.ledger.event(STEERING, decision.as_dict())
-        self.parts.monitors.log(done.step, {"steering/effective_tokens_per_s": decision.effective_tokens_per_s})
-        logger.info("%s", decision)
-        if decision.is_change:
-            report("note", text=str(decision))
-            self.parts.versions.interval = decision.update_interval
-            self.buffer.set_async_level(decision.level)
 
     # -- the end --
 

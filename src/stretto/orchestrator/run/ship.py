@@ -20,8 +20,7 @@ from stretto.orchestrator.eval.results import example_rows
 from stretto.orchestrator.groups.buffer import Slot
 from stretto.orchestrator.groups.ends import Counts
 from stretto.orchestrator.groups.filters import mean_reward
-from stretto.orchestrator.run.parts import RunParts
-from stretto.orchestrator.run.telemetry import StepRow
+from stretto.orchestrator.run.parts import RunParts, StepRow
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 from stretto.records.sample import TrainSample
 from stretto.transports.engine.client import EngineClient
@@ -51,8 +50,7 @@ class BatchShipper:
         self.parts, self.cfg, self.buffer, self.end_early = run, run.cfg, run.buffer, end_early
         self.rows: dict[int, StepRow] = {}  # by step, of those shipped and not trained yet
         self.idle_s = 0.0  # the buffer's, at the last batch
-        self.waited_s: dict[int, float] = {}  # by step, of those shipped: how long the trainer had no batch before it
-        self.trained_at: float | None = None  # when the latest step was trained, or rollouts began, by the loop's clock
+        self.trained_at: float | None = None  # when the latest step was trained, or the first task drawn
         self.step_done = asyncio.Event()  # set whenever a step is trained
         self._filters, self._has_trackers = run.cfg.all_filters, run.monitors.has_trackers
         self._num_lost = 0  # groups in a row that were dropped because a hook raised
@@ -166,7 +164,7 @@ class BatchShipper:
         row.metrics = ({} if replaces_ours else row.metrics) | user_metrics
         if run.baselines.algos:
             run.baselines.commit(step)
-        if run.curriculum.pools:
+        if run.curriculum is not None:
             decided = sorted((*groups, *unused), key=lambda group: group.group_id)
             run.curriculum.observe(step, [(g.task.env, g.task.task_id, mean_reward(g)) for g in decided])
         await asyncio.sleep(0)
@@ -176,9 +174,8 @@ class BatchShipper:
         row.metrics["groups/unaccounted"] = float(self.buffer.num_unaccounted)
         row.metrics["time/pack"] = time.perf_counter() - started
         row.idle_s, self.idle_s = self.buffer.idle_s - self.idle_s, self.buffer.idle_s
-        if self.cfg.steering is not None:
-            since = None if self.rows else self.trained_at
-            self.waited_s[step] = 0.0 if since is None else asyncio.get_running_loop().time() - since
+        if not self.rows and self.trained_at is not None:
+            row.waited_s = asyncio.get_running_loop().time() - self.trained_at
         self.rows[step] = row
         if self.cfg.filter_zero_advantages and not all(slot.has_signal for slot in slots):
             self._warn_without_signal(step, slots)

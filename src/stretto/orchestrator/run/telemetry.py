@@ -10,15 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from stretto.base.status import report
-from stretto.monitors.monitor import TableRow, Values
 from stretto.orchestrator.beside import EVENT
 from stretto.orchestrator.eval_scores import EvalScore, mean_over_envs
-from stretto.orchestrator.run.concurrency import AdaptiveLimit
-from stretto.orchestrator.run.diagnosis import Diagnosis
-from stretto.orchestrator.run.parts import RunParts
+from stretto.orchestrator.run.parts import Measured, RunParts, StepRow, build_diagnosis
 from stretto.records.control import StepDone
 
 logger = logging.getLogger(__name__)
@@ -38,21 +34,6 @@ STATUS_METRICS = {
     "budget_step": "budget/last_step",
 }
 """The metric of each field of a step's status."""
-
-
-@dataclass
-class StepRow:
-    """The row of metrics of a step that is shipped and not trained yet."""
-
-    metrics: dict[str, float]
-    num_rollouts: int
-    num_tokens: int  # sampled
-    num_batch_tokens: int = 0  # prompts included
-    num_played_tokens: int = 0  # sampled in rollouts that have ended since the batch before, trained or not
-    idle_s: float = 0.0  # time without a running rollout since the batch before
-    # For trackers, at some steps only: some rollouts, and values for histograms.
-    examples: Sequence[TableRow] = ()
-    distributions: Mapping[str, Values] = field(default_factory=dict)
 
 
 def merge_metrics(row: dict[str, float], trainer: Mapping[str, float]) -> dict[str, float]:
@@ -82,18 +63,18 @@ def report_eval(version: int, scores: Sequence[EvalScore]) -> None:
     )
 
 
-def _setting_of(run: RunParts) -> dict[str, float]:
-    """What steering has set."""
-    level, interval = run.buffer.bounds.max_async_level, run.versions.interval
-    return {"steering/level": float(level), "steering/update_interval": float(interval)}
+def _warn(texts: Sequence[str]) -> None:
+    for text in texts:
+        logger.warning(text)
 
 
 class StepReports:
     """Reports trained steps: progress, metrics, the line on the console, and warnings."""
 
-    def __init__(self, run: RunParts, limit: AdaptiveLimit | None) -> None:
-        self.diagnosis = Diagnosis(run.cfg.train.sampling.max_completion_tokens, run.progress.step)
-        self._parts, self._limit = run, limit
+    def __init__(self, run: RunParts, measured: Sequence[Measured]) -> None:
+        """measured: what also has a part in the row of a step."""
+        self._diagnosis = build_diagnosis(run)
+        self._parts, self._measured = run, measured
         now = time.perf_counter()
         # As if earlier incarnations had ended just before this one.
         self._wall_from = now - run.progress.wall_s
@@ -122,15 +103,19 @@ class StepReports:
             run.monitors.log_table(step, "train/samples", row.examples)
         if row.distributions:
             run.monitors.log_histograms(step, row.distributions)
-        for text in self.diagnosis.add(metrics):
-            logger.warning(text)
+        if self._diagnosis is not None:
+            _warn(self._diagnosis.add(metrics))
         run.watch.progress(f"step {step} trained")
 
     def report_eval(self, version: int, scores: Sequence[EvalScore]) -> None:
         """Report an eval of the held-out tasks."""
         report_eval(version, scores)
-        for text in self.diagnosis.add_eval({each.env: each.mean for each in scores if each.mode == "sampled"}):
-            logger.warning(text)
+        if self._diagnosis is not None:
+            _warn(self._diagnosis.add_eval({each.env: each.mean for each in scores if each.mode == "sampled"}))
+
+    def verdict(self) -> str | None:
+        """One line about whether this start learned; None after too few steps."""
+        return None if self._diagnosis is None else self._diagnosis.verdict()
 
     def _count(self, done: StepDone, row: StepRow) -> None:
         progress = self._parts.progress
@@ -153,13 +138,12 @@ class StepReports:
             "time/wait_for_rollouts": done.wait_s,
             "time/update_weights": run.versions.load_s,
             "canary/error": run.versions.canary_error,
-            **({} if run.cfg.steering is None else _setting_of(run)),
-            **({} if self._limit is None else {"concurrency/limit": float(self._limit.limit)}),
+            **{name: value for each in self._measured for name, value in each.gauges().items()},
             # The ends of two steps may arrive together: then only the trainer knows how long the second one took.
             "tokens_per_s": row.num_tokens / max(step_s, done.time_s),
             "trainer/step_s": done.time_s,
             "trainer/wait_s": done.wait_s,
-            **(run.curriculum.gauges() if run.curriculum.pools else {}),
+            **({} if run.curriculum is None else run.curriculum.gauges()),
             **(run.baselines.gauges() if run.baselines.algos else {}),
             **{name: value for each in run.beside.spendings for name, value in each.gauges().items()},
             "progress/rollouts": float(run.progress.num_rollouts),

@@ -122,7 +122,7 @@ def prepare_cursor(
         "pid": os.getpid(),
         "seed": cfg.seed,
         "max_off_policy_steps": cfg.max_off_policy_steps,
-        "update_interval": max(cfg.weight_broadcast.interval, _most_steered(cfg)),
+        "update_interval": max(cfg.weight_broadcast.interval, cfg.most_update_interval),
     }
     if ledger.is_new:
         return _begin_ledger(ledger, buffer, mix, progress, info, cfg.run_dir)
@@ -152,11 +152,6 @@ def prepare_cursor(
     cursor = Cursor(max(ledger.next_draw(), progress.next_draw), deque(redraws), partials)
     ledger.run_started(info, resumed_step=progress.step)
     return cursor
-
-
-def _most_steered(cfg: OrchestratorConfig) -> int:
-    """The most steps that steering may leave between two versions."""
-    return 1 if cfg.steering is None else cfg.steering.max_update_interval or 1
 
 
 def _is_new_run(cfg: OrchestratorConfig) -> bool:

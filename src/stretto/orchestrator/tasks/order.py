@@ -3,18 +3,19 @@
 Environments alternate in a fixed cycle of up to 1000 draws, which keeps their ratios exactly and mixes them evenly.
 Tasks of one environment come in index order if there are infinitely many or if it says that they are ordered;
 otherwise in a new shuffle per epoch. A shuffle is computed element by element: it needs no memory, and its cost does
-not depend on the number of tasks. An environment with difficulty pools (difficulty.py) draws from its pools: then a
-draw depends on its number and on the pools.
+not depend on the number of tasks. An environment with pools, which an add-on has, draws from them: then a draw depends
+on its number and on the pools.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from hashlib import blake2b
 from math import gcd
+from typing import Protocol
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from stretto.base.errors import ConfigError
 from stretto.envs.base import Environment, TaskSource, tasks_of
 from stretto.envs.workers.pool import WorkerEnv
 from stretto.envs.workers.wire import split_and_index
-from stretto.orchestrator.tasks.difficulty import DifficultyPools
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Task
 
@@ -38,15 +38,44 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
+RunningRewards = dict[str, dict[str, float]]
+"""Running reward by environment and task id."""
+Observation = tuple[str, str, float]
+"""Environment, task id, mean reward of a group."""
+
+
+class Pool(Protocol):
+    """An environment's tasks, drawn by what is known of them."""
+
+    def draw(self, rng: np.random.Generator) -> Task:
+        """Draw a task."""
+
+
+class Curriculum(Protocol):
+    """The pools of the environments that have them."""
+
+    @property
+    def pools(self) -> Mapping[str, Pool]:
+        """By environment."""
+
+    def observe(self, step: int, groups: Iterable[Observation]) -> None:
+        """The groups that the batch of a step trained or discarded."""
+
+    def advance(self, version: int) -> None:
+        """Later draws know all batches up to this step."""
+
+    def state_at(self, step: int) -> RunningRewards:
+        """What a checkpoint of this step saves."""
+
+    def gauges(self) -> dict[str, float]:
+        """Sizes of pools, as metrics."""
+
+
 class TaskMix:
     """Draws from several environments' training tasks by ratio."""
 
     def __init__(
-        self,
-        envs: Sequence[Environment],
-        ratios: Sequence[float],
-        seed: int,
-        pools: Mapping[str, DifficultyPools] | None = None,
+        self, envs: Sequence[Environment], ratios: Sequence[float], seed: int, curriculum: Curriculum | None = None
     ) -> None:
         assert len(envs) == len(ratios) > 0, "a run needs at least one environment"
         names = [env.name for env in envs]
@@ -54,7 +83,7 @@ class TaskMix:
             raise ConfigError(f"[[env]] {sorted(repeated)[0]!r} is there twice; give each a `name`.")
         self.envs = {env.name: env for env in envs}
         self._sources = [tasks_of(env, "train") for env in envs]
-        self._names, self._pools = names, pools or {}
+        self._names, self._pools = names, {} if curriculum is None else curriculum.pools
         self._seed = seed
         self._cycle, self._counts = _cycle_of(ratios)
 

@@ -1,4 +1,4 @@
-"""What the weight transports share: tensors as bytes, manifests of several ranks' shards, and buckets of tensors.
+"""What the weight transports share: tensors as bytes, and manifests of several ranks' shards.
 
 A shard is a file of raw little-endian tensors at the offsets that the manifest names. With several trainer ranks, each
 rank publishes some of the tensors as shards of its own (`RankShards`), and `build_manifest` makes one manifest of them.
@@ -11,7 +11,7 @@ import heapq
 import math
 import mmap
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
@@ -244,57 +244,6 @@ def version_of(head: bytes) -> int | None:
     return int.from_bytes(head[8:HEAD_USED], "little") if is_complete else None
 
 
-# -- buckets: several tensors in one buffer --
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Consecutive tensors of one sender that travel together."""
-
-    entries: tuple[TensorEntry, ...]
-    num_bytes: int
-
-
-def group_into_buckets(items: Iterable[T], bucket_bytes: int, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group consecutive items into buckets of at most bucket_bytes, or one item.
-
-    Both ends of a wire use this, so that they form the same buckets.
-    """
-    bucket: list[T] = []
-    size = 0
-    for item in items:
-        needed = padded(num_bytes(item))
-        if bucket and size + needed > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(item)
-        size += needed
-    if bucket:
-        yield bucket
-
-
-def buckets_of(entries: Iterable[TensorEntry], sender: int, bucket_bytes: int) -> list[Bucket]:
-    """The buckets of one sender, in order."""
-    of_sender = (entry for entry in entries if entry.shard == sender)
-    groups = group_into_buckets(of_sender, bucket_bytes, lambda entry: entry.num_bytes)
-    return [Bucket(tuple(group), sum(padded(entry.num_bytes) for entry in group)) for group in groups]
-
-
 def padded(num_bytes: int) -> int:
-    """Bytes that a tensor takes in a bucket, with padding."""
+    """Bytes that a tensor takes in a buffer of several, with padding."""
     return num_bytes + -num_bytes % ALIGN
-
-
-def tensors_of(bucket: Bucket, buffer: UInt8[torch.Tensor, " bytes"]) -> Iterator[NamedTensor]:
-    """The tensors of a bucket, as views of its bytes."""
-    start = 0
-    for entry in bucket.entries:
-        dtype = DTYPES[entry.dtype]
-        part = buffer[start : start + entry.num_bytes]
-        yield (
-            entry.name,
-            part.view(dtype).view(entry.shape)
-            if entry.num_bytes
-            else torch.empty(entry.shape, dtype=dtype, device=buffer.device),
-        )
-        start += padded(entry.num_bytes)

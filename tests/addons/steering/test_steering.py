@@ -17,7 +17,7 @@ from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.ledger.writer import Ledger
 from stretto.monitors.file import read_metrics
-from stretto.orchestrator.run.steering import Steering, ladder
+from stretto_steering.controller import Steering, ladder
 
 
 def run(path, seed, level, steering=None, *, median, sigma, train_s, decay, steps=200, **settings):

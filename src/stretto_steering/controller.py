@@ -205,7 +205,7 @@ class UpdateCosts:
 
 
 Setting = tuple[int, int]
-"""A rung's level, and the steps between two versions that engines get."""
+"""A level, and the steps between two versions that engines get; where it is a key, the level is a rung's."""
 
 
 class Steering:
@@ -535,3 +535,9 @@ def ladder(low: int, high: int) -> list[int]:
         rungs |= {power, power * 3 // 2}
         power *= 2
     return sorted(rung for rung in rungs if low <= rung <= high)
+
+
+def within(cfg: SteeringSection, level: int, interval: int, least_interval: int) -> Setting:
+    """A level and an interval of updates, brought between the bounds; least_interval: weight_broadcast.interval."""
+    interval = min(max(interval, least_interval), max(cfg.max_update_interval or 1, least_interval))
+    return min(max(level, cfg.min_level + interval - least_interval), cfg.max_level), interval

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from fakes import FakeEngine, FakeTrainer, parrot
 from hypothesis import given
 from hypothesis import strategies as st
+from orchestrator_runs import config, train
 
 from stretto.config.sections.orchestrator import AdaptiveConcurrency
-from stretto.orchestrator.run.concurrency import AdaptiveLimit, EngineLoad
+from stretto.monitors.file import read_metrics
+from stretto_steering.concurrency import AdaptiveLimit, EngineLoad
 
 ROOM = EngineLoad(0.3, 0.0, 0.0)
 FULL = EngineLoad(0.99, 0.0, 0.0)
@@ -71,3 +74,23 @@ def test_the_limit_stays_between_its_bounds(seen, upper_bound):
     limit = build_limit(upper_bound=upper_bound)
     for t, load in enumerate(seen):
         assert min(16, upper_bound) <= limit.update(load, 1000, float(t)) <= upper_bound
+
+
+class IdleEngine(FakeEngine):
+    """It has room for more requests, whatever runs."""
+
+    async def metrics(self):
+        return {**ROOM_METRICS, **await super().metrics()}
+
+
+ROOM_METRICS = {"vllm:kv_cache_usage_perc": 0.1, "vllm:num_requests_waiting": 0.0, "vllm:num_preemptions_total": 0.0}
+
+
+def test_a_run_plays_as_many_as_its_engines_take(tmp_path):
+    adaptive = {"type": "adaptive", "min_rollouts": 8, "increase": 4, "interval_s": 1.0}
+    cfg = config(tmp_path, max_steps=8, batch_size=32, group_size=4, max_async_level=1, concurrency=adaptive)
+    engine = IdleEngine(parrot(0.5), delay=lambda _: 3.0)
+    loop = train(cfg, engine, FakeTrainer(max_steps=8))
+    limits = [row["concurrency/limit"] for row in read_metrics(cfg.run_dir.metrics("orchestrator"))]
+    assert limits == sorted(limits) and 8 < limits[0] < limits[-1] <= 64
+    assert loop.buffer.max_running == limits[-1] // 4

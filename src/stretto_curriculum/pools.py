@@ -9,20 +9,17 @@ interrupted.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.curriculum import DifficultySampler
-from stretto.envs.base import TaskSource
+from stretto.config.sections.orchestrator import OrchestratorSection
+from stretto.envs.base import Environment, TaskSource, tasks_of
+from stretto.orchestrator.tasks.order import Observation, RunningRewards
 from stretto.records.rollout import Task
-
-RunningRewards = dict[str, dict[str, float]]
-"""Running reward by environment and task id."""
-Observation = tuple[str, str, float]
-"""Environment, task id, mean reward of a group."""
 
 UNSEEN = 0
 """Index of the pool of tasks that were never drawn; the others follow, by threshold."""
@@ -110,6 +107,23 @@ def _index_of(env: str, source: TaskSource) -> dict[str, int]:
 def _running_reward(before: float | None, reward: float, momentum: float) -> float:
     """The running reward of a task after another group; None before its first."""
     return reward if before is None else momentum * before + (1 - momentum) * reward
+
+
+def build(cfg: OrchestratorSection, envs: Sequence[Environment], saved: RunningRewards) -> Curriculum:
+    """Build the pools of the environments whose config asks for them; saved: the state of a checkpoint.
+
+    Raises: ConfigError for an environment that cannot have pools.
+    """
+    samplers = [cfg.curriculum_of(section).sampler for section in cfg.env]
+    curriculum = Curriculum(
+        {
+            env.name: DifficultyPools(env.name, tasks_of(env, "train"), sampler)
+            for env, sampler in zip(envs, samplers, strict=True)
+            if isinstance(sampler, DifficultySampler)
+        }
+    )
+    curriculum.restore(saved)
+    return curriculum
 
 
 @dataclass(eq=False)

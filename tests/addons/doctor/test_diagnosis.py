@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from stretto.orchestrator.run.diagnosis import WINDOW, Diagnosis
+from stretto_doctor.diagnosis import WINDOW, Diagnosis
 
 GOOD = {
     "loss/mean": 0.1,

@@ -22,9 +22,9 @@ from stretto.ledger.reader import LedgerReader
 from stretto.ledger.writer import Ledger
 from stretto.monitors.file import read_metrics
 from stretto.orchestrator.main import build_bounds
-from stretto.orchestrator.run.concurrency import build_limit
-from stretto.orchestrator.run.steering import Steering
 from stretto.orchestrator.versions.loader import VersionLoader
+from stretto_steering.concurrency import build_limit
+from stretto_steering.controller import Steering, within
 
 STEPS = 200
 
@@ -349,7 +349,7 @@ def test_the_level_stays_within_its_bound_and_the_interval_within_what_the_level
         low = max(least - 1, 1)
         most = rng.randint(least, least + high - low)
         section = SteeringSection(min_level=low, max_level=high, max_update_interval=most, interval=rng.randint(2, 5))
-        level, interval = section.within(rng.randint(0, 12), rng.randint(1, 12), least)
+        level, interval = within(section, rng.randint(0, 12), rng.randint(1, 12), least)
         chosen, now = Steering(section, level, interval, least_interval=least), 0.0
         for step in range(1, 200):
             assert low <= chosen.level <= high and least <= chosen.update_interval <= min(most, chosen.level + 1)

@@ -9,16 +9,20 @@
     one was preempted)
     anything else              unchanged
 
-The time and the load are arguments: nothing here waits or asks the engines.
+Of the limit itself time and load are arguments; `RunLimit` asks the engines.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from stretto.config.sections.orchestrator import AdaptiveConcurrency, OrchestratorSection
 from stretto.orchestrator.groups.buffer import Buffer
+from stretto.orchestrator.run.parts import RunParts
+from stretto.orchestrator.run.ship import engine_metrics
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,30 @@ class AdaptiveLimit:
         return self.limit
 
 
-def build_limit(cfg: OrchestratorSection, buffer: Buffer) -> AdaptiveLimit | None:
-    """Build the adaptive limit of a run; None if concurrency is not adaptive."""
-    if not isinstance(cfg.concurrency, AdaptiveConcurrency):
-        return None
-    bounds = buffer.bounds
-    if cfg.steering is not None:
-        bounds = replace(bounds, max_async_level=cfg.steering.max_level)  # the level may rise to it
+class RunLimit:
+    """The limit of a run, as `orchestrator.run.parts.Limit` says."""
+
+    def __init__(self, run: RunParts) -> None:
+        self._parts, self._limit = run, build_limit(run.cfg, run.buffer)
+
+    async def follow(self) -> None:
+        """Adjust the limit on running groups to the engines' load."""
+        run, limit, group_size = self._parts, self._limit, self._parts.cfg.group_size
+        while True:
+            run.buffer.limit_running(max(limit.limit // group_size, 1))
+            await asyncio.sleep(limit.cfg.interval_s)
+            load = EngineLoad.of(await engine_metrics(run.engines), run.engines.num_ready)
+            if load is not None:
+                limit.update(load, run.buffer.num_running * group_size, time.monotonic())
+
+    def gauges(self) -> dict[str, float]:
+        """The limit, as a metric."""
+        return {"concurrency/limit": float(self._limit.limit)}
+
+
+def build_limit(cfg: OrchestratorSection, buffer: Buffer) -> AdaptiveLimit:
+    """Build the adaptive limit of a run."""
+    assert isinstance(cfg.concurrency, AdaptiveConcurrency), "the caller has looked"
+    bounds = replace(buffer.bounds, max_async_level=cfg.most_async_level)
     upper_bound = cfg.max_inflight_rollouts or bounds.num_slots * cfg.group_size
     return AdaptiveLimit(cfg.concurrency, upper_bound)

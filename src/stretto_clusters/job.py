@@ -14,12 +14,12 @@ from stretto.base import rundir
 from stretto.base.paths import RunDir
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
+from stretto.launch.launchers import JobConfig
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.serving import plan_serving
 from stretto.launch.plan.sft_ranks import plan_ranks
 
-JobConfig = RLConfig | SFTConfig | InferenceConfig
 VERBS: dict[type, str] = {RLConfig: "rl", SFTConfig: "sft", InferenceConfig: "inference"}
 RESUME = "--resume --resume.step None --resume.dir None --resume.skip-progress false"
 """Flags with which an interrupted run continues from its own latest checkpoint."""
