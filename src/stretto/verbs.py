@@ -288,16 +288,11 @@ def _load(verb: str, words: list[str], command: str) -> RunRoot:
 
 def _check_add_ons(cfg: RunRoot) -> None:
     """Raises: ConfigError if a section needs an add-on that is not installed."""
-    for section in ("slurm", "ray"):
-        if getattr(cfg, section, None) is not None:
-            addons.check("stretto.launchers", section, f"[{section}]")
     broadcast = getattr(cfg, "weight_broadcast", None)
     if broadcast is not None and broadcast.type not in ("shm", "filesystem"):
         addons.check("stretto.weights", broadcast.type, f'weight_broadcast.type = "{broadcast.type}"')
     if broadcast is not None and broadcast.delta is not None:
         addons.check("stretto.weights", "delta", "[weight_broadcast.delta]")
-    if type(cfg).__name__ in ("RLConfig", "TrainerConfig") and getattr(cfg, "service", None) is not None:
-        addons.check("stretto.services", "client", "[service]")
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:

@@ -27,6 +27,7 @@ PARTS = ("src", "examples", "pyproject.toml")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUN = ["rl", "@", "examples/reverse_text/rl.toml"]
 LORA_RUN = ["rl", "@", "examples/service/rl.toml"]
+OF_SOURCE = ["--orchestrator.env", json.dumps([{"id": "dataset", "args": {"data_source": "a:b"}}]), "--dry-run"]
 AFMOE = {
     "model_type": "afmoe", "architectures": ["AfmoeForCausalLM"], "vocab_size": 40, "hidden_size": 32,
     "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -148,6 +149,9 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ("routers", ["--inference.deployment.num-replicas", "2", "--dry-run"], "needs the add-on stretto_routers"),
         ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
         ("speculation", ["--inference.speculation.method", "ngram", "--dry-run"], "needs the add-on stretto_specul"),
+        ("vime", ["--orchestrator.hooks.sample-filter", "a:b"], "[orchestrator.hooks] needs the add-on stretto_vime"),
+        ("vime", ["--trainer.hooks.init", "a:b", "--dry-run"], "[trainer.hooks] needs the add-on stretto_vime"),
+        ("vime", OF_SOURCE, "dataset: data_source or generate needs the add-on stretto_vime"),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
     ],
 )

@@ -44,7 +44,6 @@ from stretto.monitors.base import build_monitors
 from stretto.monitors.purse import Purse
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch import cost_of_model
-from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.build import (
     build_policy_renderer,
     model_names,
@@ -60,7 +59,7 @@ from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.advantages import Baselines, check_overlong
 from stretto.orchestrator.groups.bounds import Bounds
 from stretto.orchestrator.groups.buffer import Buffer
-from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
+from stretto.orchestrator.groups.hooks import BatchHooks, RolloutFunction, load_batch_hooks, load_rollout_function
 from stretto.orchestrator.model_costs import EVENT, Spending, restore
 from stretto.orchestrator.models import ModelClient, open_models
 from stretto.orchestrator.rollout.player import Player
@@ -86,8 +85,7 @@ from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.meeting import announce, at_all_addresses
 from stretto.transports.rollouts import Sender, build_sender
-from stretto.vime.calls import Hook
-from stretto.vime.engine import give_key
+from stretto.vime.requests import give_key
 
 logger = logging.getLogger(__name__)
 
@@ -146,8 +144,8 @@ class UserCode:
     info: RunInfo
     envs: list[Environment]
     hooks: BatchHooks | None
-    rollouts: UserRolloutFunction | None
-    evals: UserRolloutFunction | None
+    rollouts: RolloutFunction | None
+    evals: RolloutFunction | None
     eval_envs: list[Environment] = field(default_factory=list)
 
 
@@ -158,8 +156,9 @@ def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExit
     """
     models = open_models_of(cfg, stack)
     info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name, models)
-    hooks = None if cfg.hooks.is_empty else BatchHooks(cfg, renderer)
-    rollouts, evals = (load_rollout_function(cfg, key) for key in ("rollout_function", cfg.hooks.eval_setting))
+    hooks = load_batch_hooks(cfg, renderer)
+    keys = ("rollout_function", cfg.hooks.eval_setting)
+    rollouts, evals = (load_rollout_function(cfg, key, renderer) for key in keys)
     for name in (env.name or env.id for env in cfg.env):
         if isinstance(algo := cfg.algo_of(name), CustomAlgo):
             load_credit(algo, cfg.algo_path(name))
@@ -443,22 +442,6 @@ def build_evaluator(
         watch=watch,
         run_dir=run_dir,
         user_function=user_code.evals,
-    )
-
-
-def load_rollout_function(cfg: OrchestratorSection, key: str | None) -> UserRolloutFunction | None:
-    """Load the user's function that plays whole batches or evals; None if `key` names none."""
-    if key is None or (path := getattr(cfg.hooks, key)) is None:
-        return None
-    hook = Hook.load(path, f"orchestrator.hooks.{key}", 3)
-    return UserRolloutFunction(
-        hook,
-        arguments_of(cfg),
-        cfg.train.sampling,
-        cfg.seq_len,
-        urls_of(cfg.client),
-        key=os.environ.get(cfg.client.api_key_var),
-        max_support=None if cfg.train.replay is None else cfg.train.replay.max_tokens,
     )
 
 

@@ -29,7 +29,7 @@ from stretto.records.token_counts import find_documents
 from stretto.trainer.batch.metrics import Reduce
 from stretto.trainer.critic import Critic, rl_token_mask
 from stretto.trainer.critic_wire import RemoteCritic
-from stretto.trainer.hooks import Schedule, TrainerHooks
+from stretto.trainer.hooks import Schedule, TrainerHooks, load_hooks
 from stretto.trainer.learner import Learner
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Updates:
         """remote_critic: the critic if it has ranks of its own; None: the learner's critic, if any."""
         self.learner = learner
         self.critic: Critic | RemoteCritic | None = remote_critic or learner.critic
-        self._hooks = hooks or TrainerHooks(section.hooks)
+        self._hooks = load_hooks(section.hooks) if hooks is None else hooks
         learner.user = self._hooks.in_loss
         self.section = section
         self._reduce = learner.mesh.reduce

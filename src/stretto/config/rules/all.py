@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stretto import addons
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.rules import batches, engine, frozen, learning, machines, megatron, model, run
-from stretto.config.rules.rule import At, Problem, Problems, Rule, Rules, below, of_part, walk
+from stretto.config.rules.rule import At, Problem, Problems, Rule, Rules, below, matching, of_part, walk
 from stretto.config.section import Section
 from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
@@ -41,9 +41,18 @@ def check(root: Section) -> list[Problem]:
 
 
 def _of_add_ons(root: Section) -> list[Rules]:
-    """The tables of add-ons whose section this root has."""
-    given = [name for name in addons.offers(GROUP) if getattr(root, name, None) is not None]
-    return [_table(name) for name in given]
+    """The tables of add-ons whose section this root has, or has changed.
+
+    Raises: ConfigError for a section whose add-on is not installed.
+    """
+    rules = addons.registered(GROUP)
+    given = {
+        rules[path]: path
+        for path in rules
+        for _, section, default in matching(root, path)
+        if section not in (None, default)
+    }
+    return [_table(path) for path in given.values()]
 
 
 def _table(name: str) -> Rules:

@@ -172,38 +172,13 @@ def critic(s: TrainerKeys, at: At) -> Problems:
 
 
 def updates(s: TrainerKeys, at: At) -> Problems:
-    """Bounds on changes within a step need several updates; a loss of the user's is the whole loss."""
+    """Bounds on changes within a step need several updates."""
     if s.updates_per_step * s.epochs_per_step == 1:
         why = "one update per step: nothing has moved"
         if is_without_ratio(s.loss):
             bounds = [f"loss.{key}" for key in RATIO_BOUNDS]
             yield from idle(at, bounds, "loss.use_rollout_logprobs", "raise updates_per_step", why=why)
         yield from idle(at, "critic.value_clip", "updates_per_step", "raise that", why=why)
-    if s.hooks.loss is None:
-        return
-    keys = ("hooks.tis", "hooks.pg_loss_reducer", "loss.entropy_coef", "loss.reference_kl", "loss.correction")
-    yield from idle(at, keys, "hooks.loss", "leave that out", why="it is the whole loss")
-    hook, kind = at("hooks.loss"), at("loss.type")
-    if s.loss.type == "custom":
-        yield Problem((hook, kind), f"{hook} and {kind} are two losses of your own; leave one of them out")
-
-
-def own_layers(s: TrainerSection, at: At) -> Problems:
-    """What a user's functions of the trainer do not go with."""
-    writes, wire, model, values = map(at, ("hooks.post_write", "weight_broadcast.type", "hooks.model", "critic"))
-    if s.hooks.post_write is not None and s.weight_broadcast.type != "filesystem":
-        what = "is called when the files of a version are written"
-        yield Problem((writes, wire), f'{writes} {what}, and {wire} writes none; use type = "filesystem"')
-    if s.hooks.model is None:
-        return
-    for axis in ("tp", "cp", "ep"):
-        degree = at(f"model.{axis}")
-        if degree.held not in (1, "auto"):
-            what = f"{model} changes whole layers, and {degree} cuts them; use ranks of their own instead"
-            yield Problem((model, degree), f"{what}, num_train_workers")
-    if s.critic is not None:
-        what = f"{model} changes the policy, and [{values.path}] would be another model; leave one of them out"
-        yield Problem((model, values), what)
 
 
 def critic_network(s: TrainerSection, at: At) -> Problems:
@@ -254,17 +229,6 @@ def credit_weights(s: algorithm.TurnCredit, at: At) -> Problems:
     turn, rollout = at("weight"), at("rollout_weight")
     if s.weight == s.rollout_weight == 0:
         yield Problem((turn, rollout), f"{turn} and {rollout}: no advantage is left; give one of them a weight")
-
-
-def credit_hooks(s: OrchestratorKeys, at: At) -> Problems:
-    """Hooks that give a sample one advantage leave none to its turns."""
-    for path, algo in algos_of(s).items():
-        if isinstance(algo, CreditSection) and algo.turns is not None:
-            for name in ("reward_post_process", "convert_samples_to_train_data"):
-                hook, key = at(f"hooks.{name}"), at(f"{path}.turns")
-                if hook.held is not None:
-                    what = f"{hook} gives each sample one advantage, in the place of those of its turns"
-                    yield Problem((hook, key), f"{what} ({key.path}); leave one of them out")
 
 
 def length_penalty(s: CreditSection, at: At) -> Problems:
@@ -416,7 +380,7 @@ RULES: Rules = {
     LossSection: (loss_terms, correction),
     algorithm.RatioSection: (ratio_range,),
     TrainerKeys: (updates, critic),
-    TrainerSection: (own_layers, critic_network),
+    TrainerSection: (critic_network,),
     KlShapingSection: (shaping,),
     CreditSection: (length_penalty,),
     algorithm.TurnCredit: (credit_weights,),
@@ -425,7 +389,7 @@ RULES: Rules = {
     algorithm.EchoAlgo: (echoed_roles,),
     ScoredAlgo: (divergence,),
     OpsdAlgo: (demonstration,),
-    OrchestratorKeys: (used_algos, credit_hooks),
+    OrchestratorKeys: (used_algos,),
     OrchestratorConfig: (teacher_address,),
     OrchestratorSection: (teachers, overlong_length),
     RLConfig: (scored_algos, credited_turns, untrained_environments, acting_losses),

@@ -11,11 +11,10 @@ from stretto.ledger.writer import Ledger
 from stretto.monitors.base import Monitors
 from stretto.monitors.purse import Purse
 from stretto.orchestrator.batch import Cost
-from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.groups.advantages import Baselines
 from stretto.orchestrator.groups.buffer import Buffer
-from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
+from stretto.orchestrator.groups.hooks import BatchHooks, RolloutFunction
 from stretto.orchestrator.model_costs import Spending
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.rollout.teacher import Teachers
@@ -51,7 +50,7 @@ class RunParts:
     curriculum: Curriculum = field(default_factory=Curriculum)
     baselines: Baselines = field(default_factory=Baselines)  # of environments whose estimator is rae
     hooks: BatchHooks | None = None  # the user's functions about groups and batches
-    rollout_function: UserRolloutFunction | None = None  # the user's function that plays instead of us
+    rollout_function: RolloutFunction | None = None  # the user's function that plays instead of us
     teachers: Teachers = field(default_factory=Teachers)  # of environments that are distilled
     spendings: tuple[Spending, ...] = ()  # of the frozen models that environments ask
     purse: Purse = field(default_factory=lambda: Purse(None))
