@@ -42,7 +42,7 @@ from stretto.records.rollout import Task
 from stretto.records.sample import TrainBatch
 from stretto.records.weight_manifest import WeightManifest
 from stretto.trainer.build import build_learner
-from stretto.trainer.hooks import TrainerHooks
+from stretto.trainer.hooks import load_hooks
 from stretto.trainer.updates import Updates
 from stretto.transports.control import Event
 from stretto.virtual_clock import run_virtual
@@ -228,7 +228,7 @@ async def run(spec: Spec) -> Row:
         code = open_user_code(orchestrator, renderer, stack)
         [env] = code.envs
         slow = code.envs[0] = Slow(env, spec, engine)  # type: ignore[assignment]
-        hooks = TrainerHooks(trainer.hooks)
+        hooks = load_hooks(trainer.hooks)
         learner = build_learner(trainer, Path(cfg.model.name), hooks)
         assert cfg.max_steps is not None
         ends = Trainer(Updates(learner, trainer, None, hooks=hooks), weights, spec, row, cfg.max_steps)

@@ -23,7 +23,7 @@ NEEDS = {
     "hubs": ("agents",),
     "plan": ("bench", "python", "steering"),
     "repair": ("sandbox",),
-    "review": ("python", "view"),
+    "review": ("python", "view", "vime"),
     "view": ("python",),
     "vime": ("megatron",),
     "vllm": ("broadcast",),
@@ -50,6 +50,13 @@ TESTS = {
         "tests/tenant_runs.py",
     ),
     "view": ("tests/e2e/test_page_in_browser.py",),
+    "vime": (
+        "tests/cases/vime.py",
+        "tests/dist/hooks",
+        "tests/e2e/learning/test_data_runs.py",
+        "tests/e2e/learning/test_vime_rollout.py",
+        "tests/e2e/learning/vime_rollout.py",
+    ),
 }
 """Tests of an add-on that are not in its folder of tests/addons/."""
 OF_ALL = (

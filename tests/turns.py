@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import numpy as np
-from fakes import CharRenderer
+from fakes import CharRenderer, EchoEnv, FakeEngine, parrot, run_virtual
 
-from stretto.envs.base import Reply, TaskSource
+from stretto.config.sections.orchestrator import SamplingSection
+from stretto.envs.base import Reply, RolloutResult, TaskSource
+from stretto.orchestrator.rollout.play import Draw
+from stretto.orchestrator.rollout.player import Player
+from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.rollout import Task
+from stretto.records.support import Support
 
 
 class CallRenderer(CharRenderer):
@@ -87,3 +93,51 @@ async def replay(env, data, row):
     result, ctx = await play(env, data, *replies)
     assert ctx.history == row["messages"]
     return result.reward
+
+
+class TellingEngine(FakeEngine):
+    """Reports for each token of a restricted reply that it was drawn from itself and the full stop."""
+
+    requests: list[GenerateRequest]
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.requests = []
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        self.requests.append(request)
+        completions = await super().generate(request)
+        if not request.sampling.is_truncated:
+            return completions
+        supports = [Support.of([[int(token), 46] for token in c.token_ids]) for c in completions]
+        return [msgspec.structs.replace(c, support=s) for c, s in zip(completions, supports)]
+
+
+class Turns:
+    """Plays one turn with each of these settings; the setting `agent` names its agent."""
+
+    name = "turns"
+    limits = None
+
+    def __init__(self, *turns: dict) -> None:
+        self.turns = turns
+
+    def tasks(self, split: str) -> TaskSource:
+        return EchoEnv().tasks(split)
+
+    async def rollout(self, task, ctx) -> RolloutResult:
+        messages = [{"role": "user", "content": "abc"}]
+        for turn in self.turns:
+            settings = dict(turn)
+            who = ctx.agent("other", is_trained=False) if settings.pop("other", False) else ctx
+            reply = await who.chat(messages, **settings)
+            messages = [*messages, reply.message, {"role": "user", "content": "def"}]
+        return RolloutResult(reward=1.0)
+
+
+def play_turns(env, engine=None, *, members=1, **settings):
+    engine = engine or TellingEngine(parrot(1.0))
+    settings = {"sampling": SamplingSection(), "seq_len": 200, "is_learned": True, "max_retries": 0} | settings
+    player = Player(engine=engine, renderer=CharRenderer(), **settings)
+    draw = Draw(0, env.tasks("train").task(7), members, version=0)
+    return run_virtual(player.play(env, draw)).rollouts

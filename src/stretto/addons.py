@@ -10,7 +10,8 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.names         what `stretto.NAME` is in Python
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
-    stretto.rules         path of a section -> a module with RULES, as config/rules has, for configs that have it
+    stretto.rules         class of a section -> a module with RULES, and perhaps DOUBTS, as config/rules has, for
+                          configs that have one
     stretto.orchestrator  steering -> a module, diagnosis, concurrency -> a class, as orchestrator/run/parts.py says;
                           curriculum -> a function that builds a `orchestrator.tasks.order.Curriculum`
     stretto.sft           type of [data] of `sft` with a learner of its own -> a module with load_policy, load_rows,
@@ -45,7 +46,11 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.launchers     section of a config -> a `launch.launchers.Launcher`
     stretto.services      client, trainer -> a module: what asks a training service, and what stands for its trainer
     stretto.spellings     framework -> a `config.spelling.Spelling`: its names of keys
-    stretto.arguments     command line -> function of a resolved config: more attributes of `args` of hooks
+    stretto.hooks         a user's functions, rewards aside: trainer -> a `trainer.hooks.TrainerHooks` of its section;
+                          batches, rollouts -> functions that return those of `orchestrator.groups.hooks`; dataset,
+                          data_source -> a `Dataset` that calls functions, and what reads records of one; check -> a
+                          module that imports them before a start; names -> one with more names of `stretto.vime`;
+                          arguments -> function of a resolved config: more attributes of `args`
 
 The package of a verb should have SUMMARIES, which `stretto --help` prints, and may have MEANT, other programs' words
 for its verbs.

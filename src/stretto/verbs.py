@@ -285,28 +285,38 @@ def _load(verb: str, words: list[str], command: str) -> RunRoot:
             sys.stderr.flush()
 
 
+SECTIONS = (
+    ("slurm", "stretto.launchers", "slurm"),
+    ("ray", "stretto.launchers", "ray"),
+    ("service", "stretto.services", "client"),
+    ("trainer.critic", "stretto.valuers", "critic"),
+    ("orchestrator.steering", "stretto.orchestrator", "steering"),
+    ("orchestrator.hooks", "stretto.hooks", "batches"),
+    ("trainer.hooks", "stretto.hooks", "trainer"),
+)
+"""Path of a section that is an add-on's, the group of entry points that has it, and its name there."""
+
+
 def _check_add_ons(cfg: RunRoot) -> None:
-    """Raises: ConfigError if a section needs an add-on that is not installed."""
-    for section in ("slurm", "ray"):
-        if getattr(cfg, section, None) is not None:
-            addons.check("stretto.launchers", section, f"[{section}]")
+    """Raises: ConfigError if a section, or a kind of one, needs an add-on that is not installed."""
+    kind = type(cfg).__name__
+    for path, group, name in SECTIONS:
+        room, _, key = path.rpartition(".")
+        holder = getattr(cfg, room) if kind == "RLConfig" and room else cfg
+        section = getattr(holder, key, None)
+        if section is not None and section != type(holder).model_fields[key].default:
+            addons.check(group, name, f"[{path if kind == 'RLConfig' else key}]")
     broadcast = getattr(cfg, "weight_broadcast", None)
     if broadcast is not None and broadcast.type not in ("shm", "filesystem"):
         addons.check("stretto.weights", broadcast.type, f'weight_broadcast.type = "{broadcast.type}"')
     if broadcast is not None and broadcast.delta is not None:
         addons.check("stretto.weights", "delta", "[weight_broadcast.delta]")
-    if type(cfg).__name__ in ("RLConfig", "TrainerConfig") and getattr(cfg, "service", None) is not None:
-        addons.check("stretto.services", "client", "[service]")
-    keys, at = (getattr(cfg, "trainer", None), "trainer.") if type(cfg).__name__ == "RLConfig" else (cfg, "")
+    keys, at = (getattr(cfg, "trainer", None), "trainer.") if kind == "RLConfig" else (cfg, "")
     critic = getattr(keys, "critic", None)
-    if critic is not None:
-        addons.check("stretto.valuers", "critic", f"[{at}critic]")
     for path, optim in ((f"{at}optim", getattr(keys, "optim", None)), (f"{at}critic.optim", critic and critic.optim)):
         if optim is not None and optim.type not in ("adamw", "sgd"):
             addons.check("stretto.optimizers", optim.type, f'{path}.type = "{optim.type}"')
     orchestrator = getattr(cfg, "orchestrator", cfg)
-    if getattr(orchestrator, "steering", None) is not None:
-        addons.check("stretto.orchestrator", "steering", "[orchestrator.steering]")
     if getattr(orchestrator, "has_pools", False):
         from stretto.config.sections.curriculum import POOLS
 

@@ -28,7 +28,7 @@ from stretto.envs.result import listed_rewards
 from stretto.envs.rewards.builtin import async_rm
 from stretto.records.rollout import Task
 from stretto.vime.arguments import Arguments
-from stretto.vime.calls import Hook
+from stretto.vime.calls import REWARD_FORM, Hook
 from stretto.vime.reward_types import RM_TYPES, is_rm_type
 from stretto.vime.sample import Sample
 from stretto_python.given.records import LABELS
@@ -97,7 +97,7 @@ def _load(path: str, weight: float, config: Config, columns: Sequence[str]) -> R
     of_group = is_for_group(function)
     name = path.replace(":", ".").rpartition(".")[2]
     if is_hook(function):
-        hook = Hook.load(path, "--reward", 2)
+        hook = Hook.load(path, "--reward", 2, form=REWARD_FORM)
     else:
         check_arguments(function, columns, f"--reward {path}")
         hook = Hook(rewards_of({name: function}, [1.0], columns), f"--reward {path}")

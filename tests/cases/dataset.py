@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
+
 import numpy as np
 from fakes import CharRenderer, FakeEngine, parrot, run_virtual
 
 from stretto.config.sections.orchestrator import SamplingSection
-from stretto.envs.base import RunInfo
+from stretto.envs.base import RunInfo, load_environment
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import Player
 
 RENDERER = CharRenderer()
+
+
+def write_rows(folder):
+    """Five records whose label is their prompt."""
+    rows = [{"prompt": f"word{i}", "label": f"word{i}", "metadata": {"n": i}} for i in range(5)]
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def module_writer(folder, monkeypatch):
+    """A function that writes a module of hooks and returns its name."""
+    names = iter(f"hooks_{folder.name}_{i}".replace("-", "_") for i in range(9))
+
+    def write(code):
+        name = next(names)
+        (folder / f"{name}.py").write_text(textwrap.dedent(code))
+        monkeypatch.syspath_prepend(str(folder))
+        return name
+
+    return write
 
 
 def encode(text):
@@ -26,6 +50,11 @@ RUN = RunInfo(
     max_completion_tokens=9,
     group_size=4,
 )
+
+
+def dataset(file, **args):
+    args = {"path": str(file)} | args
+    return load_environment("dataset", {k: v for k, v in args.items() if v is not None}, "mine", RUN)
 
 
 def play(env, *, answer=None, members=4, index=0, max_retries=0, sampling=None):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ports import free_ports
+from processes.add_ons import needs
 from runs import Ended, merged, rl, untrained_model
 
 from stretto.models import hub
@@ -85,6 +86,7 @@ def stock(args, build):
 
 
 @pytest.mark.parametrize("name", ["frozen", pytest.param("stock", marks=pytest.mark.slow)])
+@needs("vime")
 def test_the_model_of_a_users_function_is_trained_by_two_ranks(tmp_path: Path, alone, monkeypatch, name) -> None:
     settings, one = alone
     (tmp_path / "providers.py").write_text(PROVIDER)
@@ -128,6 +130,7 @@ def note(args, version_dir, rollout_engines):
 """
 
 
+@needs("vime")
 def test_a_function_hears_once_of_every_version_when_both_ranks_have_written(tmp_path: Path, alone) -> None:
     settings, _one = alone
     (tmp_path / "noted_versions.py").write_text(NOTED)

@@ -28,6 +28,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUN = ["rl", "@", "examples/reverse_text/rl.toml"]
 LORA_RUN = ["rl", "@", "examples/service/rl.toml"]
 PPO = ["--orchestrator.algo.type", "ppo", "--trainer.advantages.type", "gae", "--trainer.critic.lr", "1e-3"]
+OF_SOURCE = ["--orchestrator.env", json.dumps([{"id": "dataset", "args": {"data_source": "a:b"}}]), "--dry-run"]
 AFMOE = {
     "model_type": "afmoe", "architectures": ["AfmoeForCausalLM"], "vocab_size": 40, "hidden_size": 32,
     "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -160,6 +161,8 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
             "frozen",
             ["--orchestrator.algo.type", "opsd", "--dry-run"],
             'orchestrator.algo.type = "opsd" needs the add-on stretto_frozen, which is not installed',
+        ),
+        (
             "steering",
             ["--orchestrator.steering.max-level", "4", "--dry-run"],
             "[orchestrator.steering] needs the add-on stretto_steering",
@@ -169,6 +172,9 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
             ["--orchestrator.curriculum.sampler.type", "difficulty_pool", "--dry-run"],
             'curriculum.sampler.type = "difficulty_pool" needs the add-on stretto_curriculum',
         ),
+        ("vime", ["--orchestrator.hooks.sample-filter", "a:b"], "[orchestrator.hooks] needs the add-on stretto_vime"),
+        ("vime", ["--trainer.hooks.init", "a:b", "--dry-run"], "[trainer.hooks] needs the add-on stretto_vime"),
+        ("vime", OF_SOURCE, "dataset: data_source or generate needs the add-on stretto_vime"),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
     ],
 )

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from stretto import addons
 from stretto.base.errors import ConfigError
 from stretto.base.foreign import load_function, load_object
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.sections.hooks import ENVIRONMENTS
 from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys
 from stretto.config.sections.sft import SourceData
 from stretto.config.sections.trainer import TrainerHooksSection
@@ -22,21 +22,10 @@ from stretto.envs import find
 from stretto.envs.base import needs_worker
 from stretto.envs.checks import missing_for
 from stretto.envs.rewards.builtin import scored_by
-from stretto.vime.saved import load as load_saved
+from stretto.vime.calls import REWARD_FORM, Hook
 
-NUM_ARGUMENTS = {
-    "dynamic_sampling_filter": 2,
-    "buffer_filter": 4,
-    "sample_filter": 2,
-    "reward_post_process": 2,
-    "convert_samples_to_train_data": 2,
-    "all_samples_process": 3,
-    "rollout_log": 5,
-    "eval_log": 4,
-    "rollout_function": 3,
-    "eval_function": 3,
-}
-"""Number of arguments of each function in [orchestrator.hooks]."""
+HOOKS = "stretto.hooks"
+"""The group of add-ons whose "check" imports functions."""
 Checked = tuple[str, str]
 """What was done (`imported` or `read`), and the name of the function or file."""
 
@@ -50,12 +39,8 @@ def check_user_code(cfg: OrchestratorKeys) -> list[Checked]:
 
 
 def _check_user_code(cfg: OrchestratorKeys) -> Iterator[Checked]:
-    for key, count in NUM_ARGUMENTS.items():
-        if (path := getattr(cfg.hooks, key)) is not None and path != ENVIRONMENTS:
-            yield _check_hook(path, f"orchestrator.hooks.{key}", count)
-    if (pattern := cfg.hooks.args.get("load_debug_rollout_data")) is not None:
-        load_saved(pattern, 0)  # the first of the saved rollouts that are trained on
-        yield "read", str(pattern)
+    if not cfg.hooks.is_empty:
+        yield from addons.load(HOOKS, "check", "[orchestrator.hooks]").check_batch_hooks(cfg.hooks)
     held_out = cfg.eval.env if cfg.eval is not None else ()
     named: list[tuple[str, EnvSection]]
     named = [(f"orchestrator.env.{index}", env) for index, env in enumerate(cfg.env)]
@@ -73,11 +58,9 @@ def check_code(cfg: RLConfig) -> None:
 
     Raises: ConfigError for a function that does not exist, or takes other arguments, and for a package that is missing.
     """
-    from stretto.vime.calls import TRAINER_HOOKS, check_in_process
-
-    named = {key: path for key in TRAINER_HOOKS if (path := getattr(cfg.trainer.hooks, key)) is not None}
-    if named and cfg.slurm is None and cfg.ray is None:
-        check_in_process(named, os.environ | cfg.env_vars | cfg.trainer.env_vars)
+    if not (cfg.trainer.hooks.is_empty or cfg.slurm or cfg.ray):
+        env = os.environ | cfg.env_vars | cfg.trainer.env_vars
+        addons.load(HOOKS, "check", "[trainer.hooks]").check_in_process(cfg.trainer.hooks, env)
     try:
         if cfg.ray is None:
             check_plugins(cfg.orchestrator)
@@ -102,11 +85,7 @@ def check_trainer_hooks(hooks: TrainerHooksSection) -> list[Checked]:
 
     Raises: ConfigError for one that does not exist, or takes other arguments.
     """
-    from stretto.vime.calls import TRAINER_HOOKS, load_trainer_hooks
-
-    named = {key: path for key in TRAINER_HOOKS if (path := getattr(hooks, key)) is not None}
-    load_trainer_hooks(named)
-    return [("imported", path) for path in named.values()]
+    return [] if hooks.is_empty else [*addons.load(HOOKS, "check", "[trainer.hooks]").check_trainer_hooks(hooks)]
 
 
 def check_sft_records(cfg: SFTConfig) -> list[Checked]:
@@ -127,13 +106,6 @@ def _check_algo(algo: Any, setting: str) -> Iterator[Checked]:
     if getattr(algo, "import_path", None) is not None:
         load_function(algo.import_path, algo.kwargs, setting)
         yield "imported", algo.import_path
-
-
-def _check_hook(path: str, setting: str, num_arguments: int) -> Checked:
-    from stretto.vime.calls import Hook
-
-    Hook.load(path, setting, num_arguments)
-    return "imported", path
 
 
 def _check_environment(place: str, env: EnvSection) -> Iterator[Checked]:
@@ -158,7 +130,9 @@ def _check_dataset(args: dict[str, Any]) -> Iterator[Checked]:
             )
             next(records)
             yield "read", source
-    for key, count in (("data_source", 1), ("reward", 2), ("generate", 3)):
-        path = args.get(key)
-        if isinstance(path, str) and (":" in path or "." in path) and scored_by(path) is None:
-            yield _check_hook(path, f"dataset: {key}", count)
+    if args.get("data_source") or args.get("generate"):
+        yield from addons.load(HOOKS, "check", "dataset: data_source or generate").check_dataset_hooks(args)
+    reward = args.get("reward")
+    if isinstance(reward, str) and {":", "."} & set(reward) and scored_by(reward) is None:
+        Hook.load(reward, "dataset: reward", 2, form=REWARD_FORM)
+        yield "imported", reward

@@ -7,7 +7,7 @@
 A record has a prompt (text, or messages in OpenAI's format), and optionally a label, metadata and tools, under keys
 that are arguments here, and images (data/image_columns.py). Every epoch has the records in a new order, drawn from the
 run's seed. A run that is resumed continues at the record where it stopped and checks that the records are the same.
-`generate` and `reward` may be import paths of functions in vime's terms (stretto.vime).
+`reward` may be the import path of a function in vime's terms (stretto.vime); an add-on calls those that make samples.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, SupportsFloat
 
 from msgspec.structs import replace
 
+from stretto import addons
 from stretto.base.errors import ConfigError, EnvError
-from stretto.data.pictures import image_parts
 from stretto.envs.base import (
     EpisodeInfo,
     Message,
@@ -39,9 +39,8 @@ from stretto.envs.rewards.math_reward import MathVerifier
 from stretto.envs.rewards.weighted import WeightedRewards
 from stretto.records.rollout import Group, Task
 from stretto.vime.arguments import Arguments, addresses_of
-from stretto.vime.calls import Hook
-from stretto.vime.convert import prompt_of, sample_number, sample_of, trained_tokens
-from stretto.vime.engine import requests_as_turns
+from stretto.vime.calls import REWARD_FORM, Hook
+from stretto.vime.convert import prompt_of, sample_number, sample_of
 from stretto.vime.reward_types import RM_TYPES, is_rm_type
 from stretto.vime.sample import Sample, Status
 
@@ -56,10 +55,12 @@ def dataset(path: str | list[str] | None = None, *, run: RunInfo | None = None, 
     settings, run = DatasetSettings(path, **args), run or RunInfo()
     settings.check()
     source = Records(settings, run, build_arguments(settings, run))
-    is_plain = settings.apply_chat_template and settings.generate is None and not settings.sample_hooks
-    if is_plain and all(map(is_built_in, settings.reward_names)) and not source.has_tools:
-        return SingleTurnDataset(settings, source)
-    return Dataset(settings, source)
+    kind = Dataset
+    if settings.generate is not None or settings.sample_hooks:
+        kind = addons.load("stretto.hooks", "dataset", "dataset: generate or sample_hooks")
+    elif settings.apply_chat_template and all(map(is_built_in, settings.reward_names)) and not source.has_tools:
+        kind = SingleTurnDataset
+    return kind(settings, source)
 
 
 # `load_environment` reads the signature: it refuses arguments that are not there, and fills in `run`.
@@ -71,12 +72,15 @@ dataset.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # `ins
 class Dataset:
     """Prompts from files; each rollout has its own requests."""
 
+    makes_samples = False
+    """Whether a function makes the samples, with all their fields."""
+
     def __init__(self, settings: DatasetSettings, records: Records) -> None:
         self.name = "dataset"
         self.settings, self.records = settings, records
         self.args = build_arguments(settings, records.run)
         self.verifier = MathVerifier() if is_rm_type(settings.reward) or settings.reward == BY_RECORD else None
-        self._reward = self._generate = None
+        self._reward = None
         self._weighted = None if settings.rewards is None else WeightedRewards(settings.rewards, self.args)
         if not is_built_in(settings.reward) and settings.reward != GIVEN:
             if not {":", "."} & set(settings.reward):
@@ -87,7 +91,7 @@ class Dataset:
                 raise ConfigError(
                     f'dataset: reward = "{settings.reward}": {meant} {known}, or a function as `module:function`'
                 )
-            self._reward = Hook.load(settings.reward, "dataset: reward", 2)
+            self._reward = Hook.load(settings.reward, "dataset: reward", 2, form=REWARD_FORM)
         elif settings.group_reward or (
             settings.reward_key is not None and settings.rewards is None and not has_entries(settings.reward)
         ):
@@ -96,9 +100,6 @@ class Dataset:
         for name in settings.reward_names:
             if (model := scored_by(name)) is not None:
                 _check_reward_model(records.run, name, model)
-        self._sample_hooks = [Hook.load(path, "dataset: sample_hooks", 2) for path in settings.sample_hooks or ()]
-        if settings.generate is not None:
-            self._generate = Hook.load(settings.generate, "dataset: generate", 3)
 
     def tasks(self, split: Split) -> TaskSource:
         """The records of a split, in the order of the files."""
@@ -111,25 +112,22 @@ class Dataset:
         return TaskSource(make, len(records), not self.settings.shuffle, fingerprint)
 
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
-        if self._generate is not None:
-            with requests_as_turns(ctx, self.records.run.engine_urls):
-                samples = as_samples(await self._call_generate(self._generate, task, ctx))
-            for each in samples:
-                if each.status in (Status.ABORTED, Status.FAILED):
-                    raise EnvError(f"the sample's status is {each.status.name}")
-            ctx.keep([trained_tokens(each) for each in samples])
-        else:
-            samples = [await self._request_reply(task, self._sample(task, ctx.episode), ctx)]
+        samples = await self.make_samples(task, ctx)
         is_truncated = any(each.status is Status.TRUNCATED for each in samples)
         if self.settings.group_reward:  # `score_group` gives the reward when the group is complete
             return RolloutResult(reward=0.0, is_truncated=is_truncated, note=samples)
-        scored = [await self._scored(each) for each in samples]
-        rewards = [reward for reward, _ in scored]
-        if self._sample_hooks:
-            samples = [await self._call_sample_hooks(each, task) for each in samples]
-            rewards = [each.get_reward_value(self.args) for each in samples]
-        result = _result(rewards, [metrics for _, metrics in scored], is_truncated=is_truncated)
-        return replace(result, turn_rewards=turn_rewards_of(samples))
+        metrics = [(await self._scored(each))[1] for each in samples]
+        samples = await self.pass_on(samples, task)
+        rewards = [each.get_reward_value(self.args) for each in samples]
+        return replace(_result(rewards, metrics, is_truncated=is_truncated), turn_rewards=turn_rewards_of(samples))
+
+    async def make_samples(self, task: Task, ctx: RolloutContext) -> list[Sample]:
+        """The samples of an episode, without a reward: the policy's reply."""
+        return [await self._request_reply(task, self._sample(task, ctx.episode), ctx)]
+
+    async def pass_on(self, samples: list[Sample], task: Task) -> list[Sample]:
+        """Scored samples after functions that may change them."""
+        return samples
 
     @property
     def scores_groups(self) -> bool:
@@ -144,7 +142,7 @@ class Dataset:
         """
         if not self.settings.group_reward or self._reward is None:
             return None
-        if self._generate is None:  # the fields of the recorded rollout; `generate` sets them itself
+        if not self.makes_samples:  # the fields of the recorded rollout
             for rollout, (sample,) in zip(group.rollouts, notes, strict=True):
                 known = sample_of(rollout, sample.response, group_size=self.records.run.group_size)
                 sample.tokens, sample.loss_mask = known.tokens, known.loss_mask
@@ -161,23 +159,11 @@ class Dataset:
             for of_member in notes
         ]
 
-    async def _call_sample_hooks(self, sample: Sample, task: Task) -> Sample:
-        """Call the sample hooks, each with the sample that the one before it returned."""
-        size = getattr(self.args, "rollout_batch_size", None) or 1
-        rollout_id = None if sample.group_index is None else sample.group_index // size
-        is_eval = task.task_id.startswith("eval-")
-        for hook in self._sample_hooks:
-            returned = await hook.call(self.args, sample, rollout_id=rollout_id, evaluation=is_eval)
-            if returned is not None and not isinstance(returned, Sample):
-                raise EnvError(f"{hook.where} returned {type(returned).__name__}; return a sample, or None")
-            sample = sample if returned is None else returned
-        return sample
-
     # -- one sample --
 
     def _sample(self, task: Task, episode: EpisodeInfo | None) -> Sample:
         """A pending sample; its prompt is text, unless it has images or the tokenizer is elsewhere."""
-        is_read_by_function = not {"exact", "math"}.issuperset(self.settings.reward_names) or self._generate is not None
+        is_read_by_function = not {"exact", "math"}.issuperset(self.settings.reward_names) or self.makes_samples
         prompt, metadata = prompt_of(task.data, self.records.run.render if is_read_by_function else None)
         sample = Sample(prompt=prompt, label=task.data["label"], metadata=metadata)
         if episode is not None:
@@ -185,23 +171,6 @@ class Dataset:
             sample.index = sample_number(episode.group_id, episode.member, self.records.run.group_size)
             sample.rollout_id = sample.index
         return sample
-
-    def _rendered_sample(self, task: Task, episode: EpisodeInfo | None) -> Sample:
-        """A sample whose prompt is text, as `generate` functions expect it; its metadata has the messages.
-
-        Raises: EnvError if the prompt has images, which text cannot hold.
-        """
-        if not isinstance(task.data["prompt"], str) and any(image_parts(task.data["prompt"])):
-            raise EnvError(f"task {task.task_id}: `generate` gets text, and this prompt has images; remove generate")
-        assert self.records.run.render is not None, "checked when the environment was built"
-        return self._sample(task, episode)
-
-    async def _call_generate(self, hook: Hook, task: Task, ctx: RolloutContext) -> Any:
-        sample, sampling = self._rendered_sample(task, ctx.episode), sampling_params(ctx)
-        if hook.takes("evaluation"):
-            is_eval = task.task_id.startswith("eval-")
-            return await hook.call(self.args, sample, sampling, evaluation=is_eval)
-        return await hook.call(self.args, sample, sampling)
 
     async def _request_reply(self, task: Task, sample: Sample, ctx: RolloutContext) -> Sample:
         prompt, tools = task.data["prompt"], task.data["tools"]
@@ -325,29 +294,3 @@ def build_arguments(settings: DatasetSettings, run: RunInfo) -> Arguments:
     }
     addresses = addresses_of(run.engine_urls, run.model_urls, run.policy_name)
     return Arguments(**dict(run.table) | known | addresses | (settings.hook_args or {}))
-
-
-def sampling_params(ctx: RolloutContext) -> dict[str, Any]:
-    """The sampling settings of this rollout, by vime's names."""
-    sampling = ctx.sampling
-    assert sampling is not None, "checked when the environment was built"
-    stops = {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids}
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": -1 if sampling.top_k is None else sampling.top_k,
-        "max_new_tokens": sampling.max_completion_tokens,
-    } | {key: value for key, value in stops.items() if value is not None}
-
-
-def as_samples(returned: Any) -> list[Sample]:
-    """The return value of `generate` as a list of samples.
-
-    Raises: EnvError if it is no sample, or the fields of one do not fit together.
-    """
-    samples = list(returned) if isinstance(returned, list | tuple) else [returned]
-    if not samples or not all(isinstance(sample, Sample) for sample in samples):
-        raise EnvError(f"generate returned {type(returned).__name__}; return the sample, or a list of samples")
-    for sample in samples:
-        sample.check()
-    return samples

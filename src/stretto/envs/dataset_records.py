@@ -9,12 +9,13 @@ import logging
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 
+from stretto import addons
 from stretto.base.errors import ConfigError, DataError
 from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools, refuse_unread, short_repr
@@ -24,9 +25,7 @@ from stretto.envs.base import Message, NeedsTokenizer, RunInfo, Split
 from stretto.envs.picture_store import Pictures
 from stretto.envs.rewards.builtin import scored_by
 from stretto.vime.arguments import Arguments
-from stretto.vime.calls import Hook
 from stretto.vime.reward_types import BOXED, LABELLED, RM_TYPES, WITH_ENTRIES, is_rm_type
-from stretto.vime.sample import Sample
 
 if TYPE_CHECKING:
     import numpy as np
@@ -198,10 +197,12 @@ class Records:
                 )
         self.pictures = Pictures()  # all that are not files
         self.fingerprints: dict[Split, int] = {"train": 0, "eval": 0}
+        of_samples = None
+        if settings.data_source is not None:
+            read_source = addons.load("stretto.hooks", "data_source", "dataset: data_source")
+            of_samples = self._rows_of("dataset: data_source", read_source(settings, args), "train")
         self._rows: dict[Split, list[dict[str, Any]] | None] = {
-            "train": self._read(settings.path, "train")
-            if settings.data_source is None
-            else self._rows_of("dataset: data_source", self._samples(settings.data_source, args), "train"),
+            "train": of_samples or self._read(settings.path, "train"),
             "eval": self._read(settings.eval_path, "eval"),
         }
         self.has_tools = any(row["tools"] for rows in self._rows.values() for row in rows or ())
@@ -251,32 +252,6 @@ class Records:
             read_records(source, setting, is_streamed=is_streamed, convert=convert) for source in files
         )
         return self._rows_of(setting, records, split)
-
-    def _samples(self, path: str, args: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Records made from the first sample of each group of a user's data source, each with its number."""
-        source = Hook.load(path, "dataset: data_source", 1)
-        data = source.call_sync(args)
-        if missing := [name for name in ("get_samples", "__len__") if not hasattr(data, name)]:
-            raise ConfigError(
-                f"{source.where}: it has no {missing[0]}; write a class with get_samples(num_samples), which gives "
-                "lists of Sample, and __len__, their number"
-            )
-        settings, read = self.settings, Hook(data.get_samples, f"{source.where}: get_samples")
-        groups = read.call_sync(Hook(data.__len__, f"{source.where}: __len__").call_sync())
-        if not isinstance(groups, list | tuple):
-            raise ConfigError(f"{read.where}: it gave {type(groups).__name__}; give a list of lists of Sample")
-        for index, group in enumerate(groups):
-            sample = group[0] if isinstance(group, list) and group else group
-            if not isinstance(sample, Sample):
-                got = type(sample).__name__
-                raise ConfigError(f"{read.where}: group {index} is {got}; give a list of Sample for each")
-            keys = settings.metadata_key
-            known: dict[str, Any]
-            known = {keys: sample.metadata} if isinstance(keys, str) else dict(sample.metadata)
-            known[settings.input_key] = sample.prompt
-            if settings.label_key is not None:
-                known[settings.label_key] = sample.label
-            yield f"{source.where}: group {index}", known
 
     def _rows_of(
         self, setting: str, records: Iterable[tuple[str, dict[str, Any]]], split: Split

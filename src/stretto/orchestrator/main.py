@@ -42,7 +42,6 @@ from stretto.monitors.base import build_monitors
 from stretto.monitors.purse import Purse
 from stretto.orchestrator.alone import AbsentEngines, AbsentTrainer
 from stretto.orchestrator.batch import cost_of_model
-from stretto.orchestrator.batch_hooks import BatchHooks, arguments_of
 from stretto.orchestrator.beside import Beside, open_beside
 from stretto.orchestrator.build import (
     build_policy_renderer,
@@ -51,7 +50,6 @@ from stretto.orchestrator.build import (
     run_info,
     system_prompts,
     untrained_tokens,
-    urls_of,
 )
 from stretto.orchestrator.clients import build_engines
 from stretto.orchestrator.dry_run import check_first_tasks, check_sampling
@@ -59,7 +57,7 @@ from stretto.orchestrator.eval.evaluator import Evaluator, eval_envs
 from stretto.orchestrator.groups.advantages import Baselines, check_overlong
 from stretto.orchestrator.groups.bounds import Bounds
 from stretto.orchestrator.groups.buffer import Buffer
-from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
+from stretto.orchestrator.groups.hooks import BatchHooks, RolloutFunction, load_batch_hooks, load_rollout_function
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.run.loop import Loop
 from stretto.orchestrator.run.parts import GROUP, RunParts, load_steering
@@ -72,7 +70,6 @@ from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.meeting import announce, at_all_addresses
 from stretto.transports.rollouts import Sender, build_sender
-from stretto.vime.calls import Hook
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +128,8 @@ class UserCode:
     info: RunInfo
     envs: list[Environment]
     hooks: BatchHooks | None
-    rollouts: UserRolloutFunction | None
-    evals: UserRolloutFunction | None
+    rollouts: RolloutFunction | None
+    evals: RolloutFunction | None
     eval_envs: list[Environment] = field(default_factory=list)
     beside: Beside = field(default_factory=Beside)
 
@@ -144,8 +141,9 @@ def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExit
     """
     beside = open_beside(cfg, stack)
     info = run_info(cfg, renderer, cfg.train.sampling, cfg.tokenizer.name or cfg.model.name, beside.models)
-    hooks = None if cfg.hooks.is_empty else BatchHooks(cfg, renderer)
-    rollouts, evals = (load_rollout_function(cfg, key) for key in ("rollout_function", cfg.hooks.eval_setting))
+    hooks = load_batch_hooks(cfg, renderer)
+    keys = ("rollout_function", cfg.hooks.eval_setting)
+    rollouts, evals = (load_rollout_function(cfg, key, renderer) for key in keys)
     for name in (env.name or env.id for env in cfg.env):
         if isinstance(algo := cfg.algo_of(name), CustomAlgo):
             load_credit(algo, cfg.algo_path(name))
@@ -343,22 +341,6 @@ def build_evaluator(
         watch=watch,
         run_dir=run_dir,
         user_function=user_code.evals,
-    )
-
-
-def load_rollout_function(cfg: OrchestratorSection, key: str | None) -> UserRolloutFunction | None:
-    """Load the user's function that plays whole batches or evals; None if `key` names none."""
-    if key is None or (path := getattr(cfg.hooks, key)) is None:
-        return None
-    hook = Hook.load(path, f"orchestrator.hooks.{key}", 3)
-    return UserRolloutFunction(
-        hook,
-        arguments_of(cfg),
-        cfg.train.sampling,
-        cfg.seq_len,
-        urls_of(cfg.client),
-        key=os.environ.get(cfg.client.api_key_var),
-        max_support=None if cfg.train.replay is None else cfg.train.replay.max_tokens,
     )
 
 

@@ -37,7 +37,7 @@ from stretto.trainer.batch.token_export import delete_after
 from stretto.trainer.batch.token_record import TokenRecorder
 from stretto.trainer.build import build_learner, find_engine_layout, token_folder
 from stretto.trainer.colocated import TrainerMemory
-from stretto.trainer.hooks import TrainerHooks
+from stretto.trainer.hooks import load_hooks
 from stretto.trainer.learner import Learner, find_tokenizer
 from stretto.trainer.process import StopFlag, rank_process
 from stretto.trainer.publish.canary import is_canary_due, score_canary
@@ -82,7 +82,7 @@ class Trainer:
         self.interrupt, self.stack = interrupt, stack
         self.snapshots = MemorySnapshots(cfg.memory_profiler_path, rank_name(ROLE))
         self.tokenizer_dir = find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir)
-        self.hooks = TrainerHooks(cfg.hooks, self.run_dir)
+        self.hooks = load_hooks(cfg.hooks, self.run_dir)
         self.learner = build_learner(cfg, self.tokenizer_dir, self.hooks)
         self.mesh = mesh = self.learner.mesh
         self.valuer = self.learner.valuer

@@ -27,7 +27,7 @@ from stretto.records.sample import MicroBatch, images_by_document
 from stretto.records.support import concat_supports
 from stretto.records.token_counts import ComponentWeights, find_documents
 from stretto.trainer.batch.metrics import Reduce
-from stretto.trainer.hooks import Schedule, TrainerHooks
+from stretto.trainer.hooks import Schedule, TrainerHooks, load_hooks
 from stretto.trainer.learner import Learner
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Updates:
 
     def __init__(self, learner: Learner, section: TrainerSection, *, hooks: TrainerHooks | None = None) -> None:
         self.learner, self._valuer = learner, learner.valuer
-        self._hooks = hooks or TrainerHooks(section.hooks)
+        self._hooks = load_hooks(section.hooks) if hooks is None else hooks
         learner.user = self._hooks.in_loss
         self.section = section
         self._reduce = learner.mesh.reduce

@@ -1,23 +1,23 @@
-"""User functions ("hooks") in vime's terms: what they get, what they return, how they reach the engine.
+"""A user's functions in vime's terms: what those about a sample get, and how they are called.
 
     from stretto.vime import Sample, post
 
-A run names hooks by import path: hooks about one sample in the `args` of the environment `dataset`, hooks about
-batches in [orchestrator.hooks]. docs/data.md lists them all.
+A run names functions by import path: those about one sample in the `args` of the environment `dataset`, those about
+groups, batches and training in [orchestrator.hooks] and [trainer.hooks]. docs/data.md lists them all. What only the
+latter use is found in an add-on.
 """
 
+from typing import Any
+
+from stretto import addons
 from stretto.vime.arguments import Arguments, get_model_url
-from stretto.vime.engine import post
-from stretto.vime.outputs import DynamicFilterOutput, RecordedBatch, RolloutFnEvalOutput, RolloutFnTrainOutput
 from stretto.vime.sample import Sample
 
-__all__ = [
-    "Arguments",
-    "DynamicFilterOutput",
-    "RecordedBatch",
-    "RolloutFnEvalOutput",
-    "RolloutFnTrainOutput",
-    "Sample",
-    "get_model_url",
-    "post",
-]
+__all__ = ["Arguments", "Sample", "get_model_url"]
+
+
+def __getattr__(name: str) -> Any:
+    """Another name that functions import. Raises: ConfigError without the add-on."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return getattr(addons.load("stretto.hooks", "names", f"stretto.vime.{name}"), name)

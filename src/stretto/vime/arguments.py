@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-from stretto.addons import load_all
+from stretto import addons
 from stretto.base.errors import EnvError
 
 POLICY = "actor"
@@ -26,10 +26,10 @@ class Arguments(SimpleNamespace):
 
 
 def attributes_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Further attributes of `args` by a resolved config, from add-ons, such as the value of every flag of vime."""
+    """Further attributes of `args` by a resolved config, from an add-on: the value of every flag of vime."""
     found: dict[str, Any] = {}
-    for attributes in load_all("stretto.arguments").values():
-        found |= attributes(config)
+    if "arguments" in addons.offers("stretto.hooks"):
+        found = addons.load("stretto.hooks", "arguments", "args")(config)
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from critic_cases import build_critic, scored
 from ports import free_port
+from processes.add_ons import needs
 from tiny import build_learner, pack
 
 from stretto.base.errors import ENDED_FIRST, ConfigError, DataError, EngineError
@@ -103,6 +104,7 @@ def second_half(args, rollout_id, rollout_data):
 
 
 @pytest.mark.heavy
+@needs("vime")
 def test_tokens_that_a_users_function_masks_are_not_the_critics_either(tmp_path, monkeypatch):
     name = f"halves_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(HALVES)

@@ -14,8 +14,8 @@ from stretto.base.paths import RunDir
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.records.rollout import Task
-from stretto.vime.convert import rollout_of
 from stretto_review import from_ledger, scores
+from stretto_vime.hooks.trained import rollout_of
 
 CONFIG = ["--model.name", "x/y", "--orchestrator.env.0.id", "sort-letters", "--max-steps", "2"]
 

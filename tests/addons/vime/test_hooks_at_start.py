@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.check.code import check_code
+from stretto.check.code import check_code, check_user_code
 from stretto.config.root import RLConfig
 
 HOOKS = """
@@ -64,6 +64,18 @@ def test_right_functions_are_imported_with_the_trainers_variables(
     check_code(with_hooks(hooks=hooks, env_vars={"HOOK_NAME": "x"}))
     with pytest.raises(ConfigError, match="needs_variable"):
         check_code(with_hooks(hooks=hooks))
+
+
+def test_a_generate_function_of_other_arguments_is_refused_before_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_generate.py").write_text("def reward(args, sample): ...\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2", "label": "4"}\n')
+    monkeypatch.chdir(tmp_path)
+    args = {"path": "rows.jsonl", "generate": "my_generate:reward"}
+    cfg = RLConfig.model_validate({"orchestrator": {"env": [{"id": "dataset", "args": args}]}})
+    with pytest.raises(ConfigError, match=r"generate = 'my_generate:reward'.*called with 3; write `async def generate"):
+        check_user_code(cfg.orchestrator)
 
 
 @pytest.mark.heavy

@@ -17,7 +17,6 @@ from stretto.config.root import RLConfig
         'orchestrator.batch_order = "finished"',
         "orchestrator.token_batch_size = 100\norchestrator.batch_size = 128",
         "orchestrator.oversampling_factor = 2.0",
-        'orchestrator.hooks.rollout_function = "json:dumps"',
     ],
 )
 def test_what_goes_by_who_is_done_first_is_refused(tmp_path: Path, key: str) -> None:

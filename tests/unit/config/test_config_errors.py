@@ -83,13 +83,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         "[orchestrator.train.replay]\n[inference]\nenable_return_sampling_mask = false\n" + ENV,
         ["inference.enable_return_sampling_mask = false", "nothing to replay"],
     ),
-    "sampling that a rollout function never hears of": (
-        '[orchestrator.hooks]\nrollout_function = "mine:go"\n' + ENV + "sampling = { temperature = 0.5 }\n",
-        [
-            "c.toml:5, c.toml:2: orchestrator.env.0.sampling.temperature = 0.5 does nothing with",
-            "hooks.rollout_function",
-        ],
-    ),
     "a gate of advantages that are not known yet": (
         '[orchestrator.algo]\ntype = "rae"\n' + ENV + 'curriculum = { gates = { g = { type = "advantage_range" } } }\n',
         ['orchestrator.env.0.curriculum.gates.g.type = "advantage_range" sees rewards', "baseline", '"reward_range"'],
@@ -123,12 +116,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     "credit without any advantage": (
         '[orchestrator.algo]\nturns = { type = "returns", weight = 0, rollout_weight = 0 }\n' + ENV,
         ["orchestrator.algo.turns.weight = 0", "orchestrator.algo.turns.rollout_weight = 0", "no advantage is left"],
-    ),
-    "credit of turns under one advantage per sample": (
-        '[orchestrator.hooks]\nreward_post_process = "mine:go"\n'
-        + ENV
-        + 'algo = { type = "rloo", turns = { type = "values" } }\n',
-        ['orchestrator.hooks.reward_post_process = "mine:go" gives each sample one', "orchestrator.env.0.algo.turns"],
     ),
     "credit of turns by a misspelt kind": (
         '[orchestrator.algo]\nturns = { type = "state" }\n' + ENV,
@@ -589,29 +576,9 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         "--trainer-gpu-ids 0 --inference-gpu-ids 0",
     ),
     "a run name that is a path": ('[run]\nname = "a/b"\n' + ENV, ['c.toml:2: run.name = "a/b": letters, digits']),
-    "a batch in tokens that a function makes": (
-        '[orchestrator]\ntoken_batch_size = 64\nhooks.rollout_function = "my:play"\nbatch_size = 128\n' + ENV,
-        ["c.toml:2, c.toml:3: orchestrator.token_batch_size = 64 does nothing with", "batches of batch_size rollouts"],
-    ),
-    "a batch in tokens that a function chooses": (
-        '[orchestrator]\ntoken_batch_size = 64\nbatch_size = 128\nhooks.buffer_filter = "my:choose"\n' + ENV,
-        ["orchestrator.token_batch_size = 64 does nothing with", "it chooses batch_size rollouts"],
-    ),
     "a batch in tokens of nobody knows how many rollouts": (
         "[orchestrator]\ntoken_batch_size = 4096\n" + ENV,
         ["c.toml:2: orchestrator.token_batch_size = 4096", "most rollouts", "orchestrator.batch_size"],
-    ),
-    "two losses of one's own": (
-        '[trainer]\nhooks.loss = "my:loss"\nloss = { type = "custom", import_path = "my:other" }\n' + ENV,
-        ['trainer.hooks.loss = "my:loss"', "two losses", 'trainer.loss.type = "custom"'],
-    ),
-    "a loss beside the whole loss": (
-        '[trainer]\nhooks.loss = "my:loss"\nloss.entropy_coef = 0.1\n' + ENV,
-        ["trainer.loss.entropy_coef = 0.1", "does nothing", "trainer.hooks.loss", "it is the whole loss"],
-    ),
-    "files of nobody": (
-        '[trainer]\nhooks.post_write = "my:note"\n' + ENV,
-        ["trainer.hooks.post_write", 'weight_broadcast.type = "shm"', "writes none", '"filesystem"'],
     ),
     "resume and clean": (ENV, ["--resume, --clean", "clean deletes"], "--resume --clean"),
     "step 0": (ENV, ["--resume.step 0: resume.step = 0", "greater than"], "--resume.step 0"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from processes import forked
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.chat.tokenizer import build_letters_tokenizer
@@ -93,8 +94,6 @@ def test_a_dry_run_reads_the_first_record_and_imports_functions(tmp_path, monkey
         check_user_code(of(tmp_path, path=str(tmp_path / "nowhere.jsonl")).orchestrator)
     with pytest.raises(ConfigError, match=r"reward = 'mine_checked:rewrd'.*'reward'"):
         check_user_code(of(tmp_path, path=f"{good}@[0:1]", reward="mine_checked:rewrd").orchestrator)
-    with pytest.raises(ConfigError, match=r"generate = 'mine_checked:reward'.*called with 3"):
-        check_user_code(of(tmp_path, path=f"{good}@[0:1]", generate="mine_checked:reward").orchestrator)
     cfg = load(SFTConfig, ["--data.name", str(tmp_path / "none.parquet"), "--max-steps", "1"])
     with pytest.raises(ConfigError, match=r"data.name = .*none.parquet"):
         check_sft_records(cfg)
@@ -234,6 +233,7 @@ def of_env(env_id: str, **more):
 
 
 @pytest.mark.heavy
+@needs("vime")
 def test_the_command_line_says_so_with_status_2(tmp_path):
     env = json.dumps([{"id": "sort-letters"}])
     words = ("--orchestrator.env", env, "--orchestrator.hooks.sample-filter", "no_such_module:mark")
@@ -304,6 +304,7 @@ def test_a_mixture_that_is_not_ours_has_no_replay(tmp_path):
 
 
 @pytest.mark.heavy
+@needs("vime")
 def test_an_import_that_hangs_is_named_and_ctrl_c_ends_it(tmp_path):
     (tmp_path / "hanging_hooks.py").write_text("import time\ntime.sleep(1000)\n")
     words = ["--output-dir", str(tmp_path), "--orchestrator.env", json.dumps([{"id": "sort-letters"}])]

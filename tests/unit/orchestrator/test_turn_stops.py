@@ -10,11 +10,11 @@ import pytest
 from fakes import CharRenderer, EchoEnv, FakeEngine, parrot, run_virtual
 from orchestrator_runs import config
 
-from stretto.base.errors import ConfigError, EngineError, EnvError
+from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.orchestrator import SamplingSection
-from stretto.envs.base import Reply, RolloutResult, SingleTurnEnv, TaskSource
+from stretto.envs.base import RolloutResult, SingleTurnEnv, TaskSource
 from stretto.orchestrator.batch import samples_of
 from stretto.orchestrator.dry_run import check_sampling
 from stretto.orchestrator.rollout.play import Draw
@@ -22,8 +22,6 @@ from stretto.orchestrator.rollout.player import Player
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.rollout import RolloutStatus
 from stretto.records.support import Support
-from stretto.vime import post
-from stretto.vime.engine import requests_as_turns, requests_to_engines
 
 
 class ScriptedEngine(FakeEngine):
@@ -177,46 +175,6 @@ def test_a_trained_reply_without_supports_is_refused():
 
     [rollout] = play(Searching(), Silent("a", "b"), sampling=SamplingSection(min_tokens=1), max_support=8)
     assert rollout.status is RolloutStatus.FAILED and "enable_return_sampling_mask" in rollout.error
-
-
-@pytest.mark.parametrize(
-    ("sampling", "words"),
-    [
-        ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logit_bias": {"3": 1}}, "logit_bias"),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
-        ({"min_tokens": 3}, r"min_tokens = 3.*\[orchestrator\.train\.replay\]"),
-        ({"bad_words": ["a"]}, r"bad_words.*\[orchestrator\.train\.replay\]"),
-        ({"allowed_token_ids": [3]}, r"allowed_token_ids.*\[orchestrator\.train\.replay\]"),
-    ],
-)
-async def test_a_rollout_function_may_not_change_the_distribution_that_is_trained(sampling, words):
-    url = "http://127.0.0.1:9/inference/v1/generate"
-
-    async def ask(**settings):
-        with requests_to_engines(["http://127.0.0.1:9/v1"], lambda: 3, **settings):
-            await post(url, {"token_ids": [1], "sampling_params": sampling}, max_retries=0)
-
-    with pytest.raises(EnvError, match=words):
-        await ask(is_truncated_sampling_refused=True, is_trained=True)
-    with pytest.raises(EngineError, match="no answer"):  # an eval's; nobody listens there
-        await ask()
-
-
-async def test_a_hooks_request_gets_the_stop_that_ended_its_turn():
-    class Ctx:
-        async def generate(self, prompt_ids, **sampling):
-            self.sampling = sampling
-            ids = np.array([ord(char) for char in "a</s>"], np.int32)
-            return Reply(message={}, text="a</s>", token_ids=ids, finish_reason="stop", stop_reason="</s>")
-
-    ctx = Ctx()
-    settings = {"stop": ["</s>"], "min_tokens": 2, "bad_words": ["x"], "logit_bias": {"3": 1.0}}
-    with requests_as_turns(ctx, ["http://127.0.0.1:9/v1"]):
-        answer = await post("http://127.0.0.1:9/inference/v1/generate", {"token_ids": [1], "sampling_params": settings})
-    assert answer["choices"][0]["stop_reason"] == "</s>" and ctx.sampling == settings
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from stretto.config.sections.algorithm import (
 )
 from stretto.config.sections.trainer import AdamWOptim
 from stretto.trainer.build import build_learner as build_configured
-from stretto.trainer.hooks import TrainerHooks
+from stretto.trainer.hooks import load_hooks
 from stretto.trainer.learner import find_tokenizer
 
 WEIGHTS = CorrectionSection(weights=WeightsSection(level="geometric", high=4.0), veto=1e-4)
@@ -130,7 +130,7 @@ def test_configured_reference_is_the_frozen_start_of_training(tmp_path):
     flags = f"--output-dir {tmp_path} --run.name r --model.scratch --seq-len 64"
     flags += " --loss.type reinforce --loss.reference-kl"
     cfg = load(TrainerConfig, flags.split(), verb="trainer")
-    learner = build_configured(cfg, find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir), TrainerHooks(cfg.hooks))
+    learner = build_configured(cfg, find_tokenizer(cfg.model, cfg.tokenizer, cfg.run_dir), load_hooks(cfg.hooks))
     pairs = list(zip(learner.policy.parameters(), learner.network.reference.parameters(), strict=True))
     assert all((ours == theirs).all() and not theirs.requires_grad for ours, theirs in pairs)
     for _ in range(2):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from ports import free_port
+from processes.add_ons import needs
 from tiny import documents, pack
 
 from stretto.base.errors import ConfigError, DataError, EngineError, StrettoError, WireError
@@ -157,6 +158,7 @@ def test_every_version_is_published_in_order_after_its_step(straight):
     assert seen.versions[0] != seen.versions[1]
 
 
+@needs("vime")
 async def test_a_function_sees_every_version_written_before_engines_hear_of_it(tmp_path, monkeypatch):
     name = f"written_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(
@@ -240,6 +242,7 @@ def providers(tmp_path, monkeypatch):
 
 
 @pytest.mark.heavy
+@needs("vime")
 async def test_a_provider_of_the_stock_model_trains_the_same_bits(straight, tmp_path, providers):
     seen = await orchestrate(build_config(tmp_path, hooks={"model": f"{providers}:stock"}))
     assert seen.error is None and seen.versions == straight[1].versions
@@ -247,6 +250,7 @@ async def test_a_provider_of_the_stock_model_trains_the_same_bits(straight, tmp_
     assert all(seen.metrics[step][key] == straight[1].metrics[step][key] for step in (1, 4) for key in same)
 
 
+@needs("vime")
 async def test_a_part_that_a_provider_freezes_stays_and_the_rest_learns(straight, tmp_path, providers):
     cfg = build_config(tmp_path, hooks={"model": f"{providers}:frozen"}, max_steps=2)
     seen = await orchestrate(cfg)
@@ -256,6 +260,7 @@ async def test_a_part_that_a_provider_freezes_stays_and_the_rest_learns(straight
     assert same == {"model.embed_tokens.weight"}
 
 
+@needs("vime")
 async def test_a_provider_changes_what_is_learned_and_not_what_is_computed(straight, tmp_path, providers):
     cfg = build_config(tmp_path, hooks={"model": f"{providers}:regularised"}, max_steps=2)
     seen = await orchestrate(cfg)
@@ -279,6 +284,7 @@ async def test_a_provider_changes_what_is_learned_and_not_what_is_computed(strai
         ("megatron", r"builds a module of Megatron-LM's, .*write `def provider\(args, build\)`"),
     ],
 )
+@needs("vime")
 def test_a_provider_of_weights_that_engines_would_not_load_is_refused(tmp_path, providers, name, message):
     cfg = build_config(tmp_path, hooks={"model": f"{providers}:{name}"})
     with pytest.raises(ConfigError, match=message), ExitStack() as stack:

@@ -22,7 +22,7 @@ from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.engine.gate import RequestGate
 from stretto.transports.engine.http import Connections, Lost
-from stretto.vime.engine import give_key, post, requests_to_engines
+from stretto.vime.requests import give_key, send
 
 ROUTES = {
     api.GENERATE: {"token_ids": [20, 21], "sampling_params": {"max_tokens": 2}},
@@ -345,23 +345,14 @@ async def test_a_gate_keeps_the_order_and_grows_by_one_a_round():
     assert 3.9 < gate.limit < 4
 
 
-async def test_a_request_of_a_rollout_function_carries_the_key_to_the_policy_alone(site):
-    body = {"token_ids": [20], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
-    with requests_to_engines([site.url + "/v1"], lambda: 3, key="secret"):
-        answer = await post(site.url + api.GENERATE, body)
-    assert len(answer["choices"][0]["token_ids"]) == 2
-    with requests_to_engines(["http://127.0.0.1:9"], lambda: 3, key="secret"), pytest.raises(EngineError, match="401"):
-        await post(site.url + api.GENERATE, body)
-
-
 async def test_a_request_to_a_frozen_model_carries_its_key_and_one_to_another_server_does_not(site, monkeypatch):
-    monkeypatch.setattr("stretto.vime.engine._model_keys", {})
+    monkeypatch.setattr("stretto.vime.requests._model_keys", {})
     body = {"token_ids": [20], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
     give_key(["http://127.0.0.1:9/v1"], "secret")
     with pytest.raises(EngineError, match="401"):
-        await post(site.url + api.GENERATE, body)
+        await send(site.url + api.GENERATE, body)
     give_key([site.url + "/v1"], "secret")
-    answer = await post(site.url + api.GENERATE, body)
+    answer = await send(site.url + api.GENERATE, body)
     assert len(answer["choices"][0]["token_ids"]) == 2
 
 

@@ -1,4 +1,4 @@
-"""Rules of [orchestrator]: environments, sampling, groups, batches, a user's functions."""
+"""Rules of [orchestrator]: environments, sampling, groups, batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.root import OrchestratorConfig, RLConfig
 from stretto.config.rules.learning import GROUP_BASELINE
-from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, is_address, matching
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, is_address
 from stretto.config.sections.curriculum import DifficultySampler, RangeGate
 from stretto.config.sections.distill import WITHOUT_BEHAVIOR, WITHOUT_REWARD, ScoredAlgo
-from stretto.config.sections.hooks import ENVIRONMENTS
 from stretto.config.sections.orchestrator import (
     ClientSection,
     EvalSection,
@@ -188,12 +187,6 @@ def batch_sizes(s: OrchestratorKeys, at: At) -> Problems:
     if s.token_batch_size is not None and "batch_size" not in s.model_fields_set:
         rule = f"needs {size.path}, the most rollouts of a batch: give at least as many as have so many tokens"
         yield Problem(tokens, f"{tokens} {rule}")
-    way = "leave one of them out"
-    if s.hooks.rollout_function is not None:
-        why = "its calls are batches of batch_size rollouts"
-        yield from idle(at, "token_batch_size", "hooks.rollout_function", way, why=why)
-    if s.hooks.buffer_filter is not None:
-        yield from idle(at, "token_batch_size", "hooks.buffer_filter", way, why="it chooses batch_size rollouts")
     limit, ranks = at("max_inflight_rollouts"), at("num_train_workers")
     if s.max_inflight_rollouts is not None and s.max_inflight_rollouts < s.group_size:
         yield Problem((limit, group), f"{limit} cannot hold one group of {group}; raise it")
@@ -283,51 +276,6 @@ def reply_length(s: OrchestratorSection, at: At) -> Problems:
         yield Problem((reply, length), f"{reply} is more than {length}; lower it or raise seq_len")
 
 
-# -- a user's own functions --
-
-
-def own_functions(s: OrchestratorKeys, at: At) -> Problems:
-    """Functions that are given go with evals, with each other, and with what they replace."""
-    if s.hooks.is_empty:
-        yield from idle(at, "hooks.args", "hooks", "name one", why="no function is named")
-    if s.eval is None:
-        keys = ("hooks.eval_function", "hooks.eval_log")
-        yield from idle(at, keys, "eval", "add [eval]", why="there are no evals")
-    evaluates, plays = at("hooks.eval_function"), at("hooks.rollout_function")
-    if s.eval and s.hooks.eval_function == ENVIRONMENTS and s.hooks.rollout_function is None:
-        what = f"{evaluates} is what happens without {plays.path}; leave it out"
-        yield Problem((evaluates, plays), what)
-    if s.hooks.rollout_function is not None:
-        why = "it samples by itself"
-        yield from idle(at, "env.*.sampling.*", "hooks.rollout_function", "name none", why=why)
-    yield from replaced_settings(s, at)
-
-
-def replaced_settings(s: OrchestratorKeys, at: At) -> Problems:
-    """Functions that would do nothing, and settings that functions replace."""
-    hooks, plays = s.hooks, at("hooks.rollout_function")
-    for index, env in enumerate(s.env):
-        algo, size = (env.algo or s.algo).type, at(f"env.{index}.group_size")
-        for key in ("reward_post_process", "rollout_function"):
-            has_saved = (
-                key == "rollout_function" and s.debug == "training"
-            )  # saved rollouts may have a teacher's numbers
-            if algo in WITHOUT_REWARD and getattr(hooks, key) is not None and not has_saved:
-                hook, name = at(f"hooks.{key}"), env.name or env.id
-                rule = f'does nothing for {name}: its algo "{algo}" learns from a teacher, not from rewards'
-                yield Problem(hook, f"{hook.path} {rule}; leave one of them out")
-        if hooks.rollout_function is not None and env.group_size not in (None, s.group_size):
-            yield Problem(size, f"{size}: {plays.path} gets groups of one size; leave it out")
-    if s.eval is None or hooks.eval_setting is None:
-        return
-    makes = at(f"hooks.{hooks.eval_setting}")
-    for pattern in ("eval.env.*.group_size", "eval.env.*.sampling"):
-        for path, value, default in matching(s, pattern):
-            if value != default:
-                unused = at(path)
-                yield Problem(unused, f"{unused.path} does nothing: {makes.path} makes the evals; leave it out")
-
-
 # -- doubts --
 
 
@@ -372,7 +320,6 @@ def clock(c: RLConfig | OrchestratorConfig, at: At) -> Problems:
         "batch_order": s.batch_order == "finished",
         "token_batch_size": s.token_batch_size is not None,
         "oversampling_factor": (s.oversampling_factor or 1) > 1,
-        "hooks.rollout_function": s.hooks.rollout_function is not None,
     }
     for name in (name for name, is_timed in timed.items() if is_timed):
         key = at(f"{path}{name}")
@@ -402,7 +349,6 @@ RULES: Rules = {
         batch_sizes,
         oversampling,
         filters,
-        own_functions,
         sampled_as_trained,
         asynchrony,
         environments,

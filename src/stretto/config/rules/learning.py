@@ -8,7 +8,7 @@ from stretto.config.sections import algorithm
 from stretto.config.sections.algorithm import CreditSection, KlShapingSection, LossSection
 from stretto.config.sections.distill import WITHOUT_REWARD
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
-from stretto.config.sections.trainer import AdamWOptim, TrainerKeys, TrainerSection
+from stretto.config.sections.trainer import AdamWOptim, TrainerKeys
 
 GROUP_BASELINE = {"grpo", "dr_grpo", "rloo", "max_rl", "reinforce_plus_plus_baseline", "echo"}
 """Algos whose baseline is the group."""
@@ -157,32 +157,10 @@ def values(s: TrainerKeys, at: At) -> Problems:
 
 
 def updates(s: TrainerKeys, at: At) -> Problems:
-    """Bounds on changes within a step need several updates; a loss of the user's is the whole loss."""
+    """Bounds on changes within a step need several updates."""
     if s.updates_per_step * s.epochs_per_step == 1 and is_without_ratio(s.loss):
         bounds, why = [f"loss.{key}" for key in RATIO_BOUNDS], "one update per step: nothing has moved"
         yield from idle(at, bounds, "loss.use_rollout_logprobs", "raise updates_per_step", why=why)
-    if s.hooks.loss is None:
-        return
-    keys = ("hooks.tis", "hooks.pg_loss_reducer", "loss.entropy_coef", "loss.reference_kl", "loss.correction")
-    yield from idle(at, keys, "hooks.loss", "leave that out", why="it is the whole loss")
-    hook, kind = at("hooks.loss"), at("loss.type")
-    if s.loss.type == "custom":
-        yield Problem((hook, kind), f"{hook} and {kind} are two losses of your own; leave one of them out")
-
-
-def own_layers(s: TrainerSection, at: At) -> Problems:
-    """What a user's functions of the trainer do not go with."""
-    writes, wire, model = map(at, ("hooks.post_write", "weight_broadcast.type", "hooks.model"))
-    if s.hooks.post_write is not None and s.weight_broadcast.type != "filesystem":
-        what = "is called when the files of a version are written"
-        yield Problem((writes, wire), f'{writes} {what}, and {wire} writes none; use type = "filesystem"')
-    if s.hooks.model is None:
-        return
-    for axis in ("tp", "cp", "ep"):
-        degree = at(f"model.{axis}")
-        if degree.held not in (1, "auto"):
-            what = f"{model} changes whole layers, and {degree} cuts them; use ranks of their own instead"
-            yield Problem((model, degree), f"{what}, num_train_workers")
 
 
 def shaping(s: KlShapingSection, at: At) -> Problems:
@@ -220,17 +198,6 @@ def credit_weights(s: algorithm.TurnCredit, at: At) -> Problems:
     turn, rollout = at("weight"), at("rollout_weight")
     if s.weight == s.rollout_weight == 0:
         yield Problem((turn, rollout), f"{turn} and {rollout}: no advantage is left; give one of them a weight")
-
-
-def credit_hooks(s: OrchestratorKeys, at: At) -> Problems:
-    """Hooks that give a sample one advantage leave none to its turns."""
-    for path, algo in s.algos.items():
-        if isinstance(algo, CreditSection) and algo.turns is not None:
-            for name in ("reward_post_process", "convert_samples_to_train_data"):
-                hook, key = at(f"hooks.{name}"), at(f"{path}.turns")
-                if hook.held is not None:
-                    what = f"{hook} gives each sample one advantage, in the place of those of its turns"
-                    yield Problem((hook, key), f"{what} ({key.path}); leave one of them out")
 
 
 def length_penalty(s: CreditSection, at: At) -> Problems:
@@ -333,14 +300,13 @@ RULES: Rules = {
     LossSection: (loss_terms, correction),
     algorithm.RatioSection: (ratio_range,),
     TrainerKeys: (updates, values),
-    TrainerSection: (own_layers,),
     KlShapingSection: (shaping,),
     CreditSection: (length_penalty,),
     algorithm.TurnCredit: (credit_weights,),
     algorithm.OverlongSection: (overlong_buffer,),
     algorithm.HierarchicalGrpoAlgo: (roles,),
     algorithm.EchoAlgo: (echoed_roles,),
-    OrchestratorKeys: (used_algos, credit_hooks),
+    OrchestratorKeys: (used_algos,),
     OrchestratorSection: (overlong_length,),
     RLConfig: (scored_algos, credited_turns, untrained_environments, acting_losses),
 }

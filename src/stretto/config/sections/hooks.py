@@ -57,4 +57,4 @@ class HooksSection(Section):
     @property
     def is_empty(self) -> bool:
         """Whether no function is named."""
-        return not any(getattr(self, name) for name in type(self).model_fields if name != "args")
+        return not any(value for name, value in self if name != "args")

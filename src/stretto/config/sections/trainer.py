@@ -264,6 +264,11 @@ class TrainerHooksSection(Section):
     args: dict[str, Any] = Field({})
     """More attributes of `args`."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no function is named."""
+        return all(value is None for name, value in self if name != "args")
+
 
 MatmulPrecision = Literal["highest", "high", "medium"]
 

@@ -28,7 +28,7 @@ from stretto.envs.rewards.answers import dapo, f1, gpqa, solution_after_thinking
 from stretto.envs.rewards.instructions import follows_all
 from stretto.envs.rewards.math_reward import MathVerifier, boxed, number
 from stretto.vime.calls import Hook
-from stretto.vime.engine import post
+from stretto.vime.requests import send
 from stretto.vime.reward_types import BOXED, RM_TYPES, is_rm_type
 from stretto.vime.sample import Sample
 
@@ -117,7 +117,7 @@ async def _ask_server(args: Any, sample: Sample) -> float | dict[str, Any]:
     url = getattr(args, "rm_url", None)
     if url is None:
         raise EnvError("rm_type = 'remote_rm' needs the address of the reward's server: --rm-url, or hook_args.rm_url")
-    return await post(url, {"prompt": sample.prompt, "response": sample.response, "label": sample.label})
+    return await send(url, {"prompt": sample.prompt, "response": sample.response, "label": sample.label})
 
 
 @cache

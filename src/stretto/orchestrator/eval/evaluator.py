@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError, EnvError, StrettoError, boundary
+from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
@@ -36,13 +36,11 @@ from stretto.orchestrator.eval.results import (
     example_rows,
     log_rows,
     sample_lines,
-    user_sample_lines,
     write_results,
     write_samples,
 )
 from stretto.orchestrator.eval_scores import EvalScore
-from stretto.orchestrator.groups.buffer import Slot
-from stretto.orchestrator.groups.user_rollouts import DataSource, UserRolloutFunction
+from stretto.orchestrator.groups.hooks import RolloutFunction
 from stretto.orchestrator.rollout.play import Draw, GenerationClient
 from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import Group, Task
@@ -62,7 +60,7 @@ class Evaluator:
         max_inflight_rollouts: int = 256,
         watch: Watch | None = None,
         run_dir: RunDir | None = None,
-        user_function: UserRolloutFunction | None = None,
+        user_function: RolloutFunction | None = None,
     ) -> None:
         """user_function: the user's eval function; if given, it plays instead of the environments."""
         self.section, self._user_function = section, user_function
@@ -73,7 +71,7 @@ class Evaluator:
         self._run_dir = run_dir  # for results and samples; None if neither is written
         self.examples: list[Row] = []
         """A few conversations of the latest eval of environments, for trackers."""
-        self.played: dict[str, list[Group] | dict[str, Any]] = {}
+        self.played: dict[str, Sequence[Group] | Mapping[str, Any]] = {}
         """Groups of the latest eval by environment (greedy ones: `NAME/greedy`), or the user's function's answer."""
 
     async def evaluate(self, version: int, *, end: int | None = 0) -> list[EvalScore]:
@@ -83,7 +81,11 @@ class Evaluator:
         """
         self.examples, self.played = [], {}
         if self._user_function is not None:
-            scores = await self._call_user_function(self._user_function, version)
+            tasks = [task for plan in self._plans for task in plan.tasks]
+            is_written = self._run_dir is not None and self.section.save_samples
+            path_of = partial(self._samples_path, version, mode="sampled") if is_written else None
+            scores, played = await self._user_function.evaluate(version, tasks, self.section, path_of)
+            self.played.update(played)
         else:
             scores = []
             for plan in self._plans:
@@ -100,34 +102,6 @@ class Evaluator:
     def user_metrics(self) -> dict[str, float]:
         """The other metrics of the user's eval function in the latest eval."""
         return {} if self._user_function is None else self._user_function.metrics
-
-    async def _call_user_function(self, function: UserRolloutFunction, version: int) -> list[EvalScore]:
-        """Call the user's eval function, which gets the held-out tasks in order; returns its scores."""
-        started, tasks = time.perf_counter(), [task for plan in self._plans for task in plan.tasks]
-        numbers = itertools.count()
-
-        def draw(_: Task | None, __: int | None) -> Slot:
-            number = next(numbers)
-            return Slot(number, tasks[number % len(tasks)], version)
-
-        loop, render = asyncio.get_running_loop(), self._player.renderer.render_text
-        source = DataSource(draw, self.section.group_size, loop, len(tasks), render=render)
-        try:
-            data = await function.evaluate(version, source)
-            self.played = {**data}
-            time_s = time.perf_counter() - started
-            with boundary(EnvError, f"{function.hook.where}: its samples"):
-                task_ids: dict[int | None, str]
-                task_ids = {number: slot.task.task_id for number, slot in source.slots.items()}
-                for name, entry in data.items() if self._run_dir is not None else ():
-                    path = self._samples_path(version, name, "sampled")
-                    if self.section.save_samples and entry.get("samples"):
-                        renderer = self._player.renderer
-                        lines = user_sample_lines(name, entry, renderer, version, task_ids)
-                        await write_samples(path, lines)
-                return [function.build_score(name, entry, version, time_s) for name, entry in data.items()]
-        except StrettoError as error:  # even if an engine failed: the eval is lost, not the run
-            raise EnvError(str(error)) from error
 
     def _samples_path(self, version: int, name: str, mode: str) -> Path:
         assert self._run_dir is not None

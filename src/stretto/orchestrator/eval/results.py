@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import comb
@@ -22,14 +21,6 @@ from stretto.chat.render import Renderer
 from stretto.orchestrator.eval_scores import EvalScore
 from stretto.orchestrator.rollout.player import error_type_of
 from stretto.records.rollout import Branch, Group, Rollout, RolloutStatus
-from stretto.vime.sample import Status
-
-STATUSES = dict.fromkeys(Status, "finished") | {
-    Status.TRUNCATED: "truncated",
-    Status.FAILED: "failed",
-    Status.ABORTED: "failed",
-}
-"""The status of a rollout for each status of an eval function's sample."""
 
 logger = logging.getLogger(__name__)
 
@@ -86,38 +77,6 @@ def sample_lines(groups: Sequence[Group], renderer: Renderer, mode: str, version
             "num_tokens": rollout.num_sampled_tokens,
             "branches": [branch_texts(branch, renderer) for branch in rollout.branches],
         }
-
-
-def user_sample_lines(
-    name: str, entry: Mapping[str, Any], renderer: Renderer, version: int, task_ids: Mapping[int | None, str]
-) -> Iterator[dict[str, Any]]:
-    """The same of the samples of a user's eval function for one data set.
-
-    task_ids: by group_index, for samples of held-out tasks.
-    """
-    samples, rewards = entry["samples"], entry["rewards"]
-    members: Counter[int | None] = Counter()
-    for index, sample in enumerate(samples):
-        start = len(sample.tokens) - sample.response_length
-        texts = {"prompt": sample.prompt, "reply": sample.response}
-        if sample.tokens:
-            ids = np.asarray(sample.tokens, np.int32)
-            texts = {"prompt": renderer.readable(ids[:start]), "reply": renderer.readable(ids[start:])}
-        yield {
-            "version": version,
-            "env": name,
-            "mode": "sampled",
-            "task_id": task_ids.get(sample.group_index),
-            "member": members[sample.group_index],
-            "reward": float(rewards[index]) if len(rewards) == len(samples) else None,
-            "status": STATUSES[sample.status],
-            "error": None,
-            "metrics": {},
-            "num_turns": 1,
-            "num_tokens": sample.effective_response_length,
-            "branches": [texts],
-        }
-        members[sample.group_index] += 1
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from stretto.base.errors import StrettoError
 from stretto.config.sections.curriculum import Filter, Gate, GibberishFilter, RepetitionFilter, TruncatedFilter
 from stretto.config.sections.distill import SftAlgo
 from stretto.config.sections.orchestrator import OrchestratorSection
-from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.groups.advantages import assign_advantages, is_distilled
+from stretto.orchestrator.groups.hooks import BatchHooks
 from stretto.orchestrator.groups.turns import credit_turns
 from stretto.orchestrator.rollout.player import describe, failed_group
 from stretto.records.rollout import Group, Rollout, RolloutStatus

@@ -15,12 +15,11 @@ from stretto.monitors.base import Monitors
 from stretto.monitors.monitor import TableRow, Values
 from stretto.monitors.purse import Purse
 from stretto.orchestrator.batch import Cost
-from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.beside import Beside
 from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.groups.advantages import Baselines
 from stretto.orchestrator.groups.buffer import Buffer
-from stretto.orchestrator.groups.user_rollouts import UserRolloutFunction
+from stretto.orchestrator.groups.hooks import BatchHooks, RolloutFunction
 from stretto.orchestrator.rollout.player import Player
 from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.orchestrator.tasks.order import Curriculum, Cursor, TaskMix
@@ -56,7 +55,7 @@ class RunParts:
     curriculum: Curriculum | None = None  # of environments whose tasks are in pools
     baselines: Baselines = field(default_factory=Baselines)  # of environments whose estimator is rae
     hooks: BatchHooks | None = None  # the user's functions about groups and batches
-    rollout_function: UserRolloutFunction | None = None  # the user's function that plays instead of us
+    rollout_function: RolloutFunction | None = None  # the user's function that plays instead of us
     beside: Beside = field(default_factory=Beside)  # models that environments ask, or that score or play rollouts
     purse: Purse = field(default_factory=lambda: Purse(None))
     vocab_size: int | None = None  # of the tokenizer; needed by the gibberish filter

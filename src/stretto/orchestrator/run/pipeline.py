@@ -6,20 +6,18 @@ Runs beside ship.py, which ships the groups that the buffer chooses.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stretto.base.errors import ConfigError, EnvError, StrettoError
+from stretto.base.errors import ConfigError, EnvError
 from stretto.config.sections.algorithm import EchoAlgo
 from stretto.config.sections.distill import WITHOUT_BEHAVIOR
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.envs.base import Environment
-from stretto.orchestrator.groups.buffer import Slot, SlotState
+from stretto.orchestrator.groups.buffer import Slot
 from stretto.orchestrator.groups.filters import assess_group
-from stretto.orchestrator.groups.user_rollouts import DataSource, UserRolloutFunction
 from stretto.orchestrator.rollout.continuation import Interruption
 from stretto.orchestrator.rollout.play import Draw, build_echo
 from stretto.orchestrator.rollout.player import Player, error_type_of
@@ -67,7 +65,7 @@ class GroupPipeline:
     async def run(self, tasks: asyncio.TaskGroup, start: int) -> None:
         """Draw and play until the buffer is closed; `start` is the last trained step."""
         function = self.parts.rollout_function
-        await (self._draw_groups(tasks) if function is None else self._call_user_function(function, start))
+        await (self._draw_groups(tasks) if function is None else function.play_groups(self, start))
 
     async def _draw_groups(self, tasks: asyncio.TaskGroup) -> None:
         """Start a group for every slot that becomes free."""
@@ -87,74 +85,18 @@ class GroupPipeline:
         await asyncio.sleep(self._next_start_at - now)
         self._next_start_at += interval_s
 
-    async def _call_user_function(self, function: UserRolloutFunction, start: int) -> None:
-        """Call the user's rollout function whenever a batch has free slots.
-
-        Groups that it neither returns nor puts back are dropped.
-        """
-        source = DataSource(
-            lambda task, num_members: self._draw(is_extra=True, task=task, num_members=num_members),
-            self.cfg.group_size,
-            asyncio.get_running_loop(),
-            render=self.parts.player.renderer.render_text,
-        )
-        num_empty = 0  # calls in a row
-        for number in itertools.count(start):
-            num_put_back = sum(slot.state is SlotState.RUNNING for slot in source.slots.values())
-            if not await self.buffer.admit(self.buffer.bounds.groups_per_batch, num_put_back):
-                return
-            try:
-                played = await function.play(number, source, lambda: self.buffer.version)
-            except StrettoError as error:
-                source.put_back.clear()
-                played = [
-                    (slot, function.failed_group(slot, error, self.cfg.group_size)) for slot in source.slots.values()
-                ]
-                source.slots.clear()
-                if not played:
-                    raise  # it had not drawn a task yet
-            num_empty = 0 if played else num_empty + 1
-            if num_empty >= self.cfg.max_failed_groups:
-                raise EnvError(
-                    f"{function.hook.place} returned no group {num_empty} times in a row (max_failed_groups); it must "
-                    "return groups of data_source.get_samples"
-                )
-            for slot, group in played:
-                if slot.state is SlotState.RUNNING:  # not dropped meanwhile: too old, or the run ends
-                    self._hand_over(slot, group)
-            if function.is_recorded:
-                self._expect_recorded(number + 1, [slot for slot, _ in played])
-            not_returned = [group_id for group_id in source.slots if group_id not in source.put_back]
-            for slot in map(source.slots.pop, not_returned):
-                if slot.state is SlotState.RUNNING:
-                    self.buffer.drop(slot, "not returned by rollout_function")
-            await asyncio.sleep(0)
-
-    def _expect_recorded(self, step: int, slots: Sequence[Slot]) -> None:
-        """Have the batch of `step` consist of these recorded groups, without those that filters reject now.
-
-        Raises: ConfigError if they reject all.
-        """
-        num_kept = sum(slot.state is SlotState.READY for slot in slots)
-        if not num_kept and slots and not self.buffer.is_closed:
-            raise ConfigError(
-                f"gates, filters and hooks of this config reject all {len(slots)} groups that were recorded for step "
-                f"{step}; leave out those that the recorded run did not have"
-            )
-        self.buffer.recorded_sizes[step] = num_kept
-
     def _draw_slots(self) -> list[Slot]:
         """Draw groups into free slots, of which there is one, up to MAX_STARTS_AT_ONCE rollouts."""
         slots: list[Slot] = []
         num_left = MAX_STARTS_AT_ONCE if self.cfg.tasks_per_minute is None else 1  # 1: a single group
         with self.ledger.transaction():  # one commit for slots that became free together
             while True:
-                slots.append(slot := self._draw())
+                slots.append(slot := self.draw())
                 num_left -= self._group_sizes[slot.task.env]
                 if num_left <= 0 or not self.buffer.may_admit():
                     return slots
 
-    def _draw(self, *, is_extra: bool = False, task: Task | None = None, num_members: int | None = None) -> Slot:
+    def draw(self, *, is_extra: bool = False, task: Task | None = None, num_members: int | None = None) -> Slot:
         """Draw the next task, or give its number to `task`: write it to the ledger and put its group into a slot.
 
         num_members: rollouts of the group; None: as many as the environment's groups have.
@@ -194,9 +136,9 @@ class GroupPipeline:
             await self.interruption.wait_for_cancellation()
         if env in self._annotated:
             group = await self.parts.beside.annotate(group)
-        self._hand_over(slot, group)
+        self.hand_over(slot, group)
 
-    def _hand_over(self, slot: Slot, group: Group) -> None:
+    def hand_over(self, slot: Slot, group: Group) -> None:
         """Assess a played group, write it to the ledger and hand it to the buffer."""
         env = slot.task.env
         verdict = assess_group(group, self.cfg, self.parts.vocab_size, self.parts.hooks)

@@ -15,11 +15,11 @@ from stretto.base.aio import run_in_slices
 from stretto.base.errors import EngineError, EnvError, StrettoError
 from stretto.monitors.monitor import Values
 from stretto.orchestrator.batch import build_samples, pack, whiten_samples
-from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.eval.results import example_rows
 from stretto.orchestrator.groups.buffer import Slot
 from stretto.orchestrator.groups.ends import Counts
 from stretto.orchestrator.groups.filters import mean_reward
+from stretto.orchestrator.groups.hooks import BatchHooks
 from stretto.orchestrator.run.parts import RunParts, StepRow
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 from stretto.records.sample import TrainSample

@@ -17,10 +17,10 @@ from stretto.envs.base import Environment, tasks_of
 from stretto.ledger.reader import LedgerReader
 from stretto.ledger.writer import USED, Ledger
 from stretto.monitors.purse import Used
-from stretto.orchestrator.batch_hooks import BatchHooks
 from stretto.orchestrator.eval.results import load_mean_rewards
 from stretto.orchestrator.groups.buffer import Buffer
 from stretto.orchestrator.groups.filters import assess_group
+from stretto.orchestrator.groups.hooks import BatchHooks
 from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.orchestrator.tasks.order import Cursor, TaskMix

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.vime.saved import FUNCTION
 from stretto_vime.flags.flag import Flag, Setting, Values, copies, equal, noted, part, refused, sets
+from stretto_vime.hooks.saved import FUNCTION
 
 NOT_LOADED = "saved batches are not trained again; fine-tuning on saved conversations is `sft`"
 NO_PROFILER = "give --profile STEPS to `rl` with the TOML of --print-config (docs/debugging.md)"

@@ -9,6 +9,7 @@ import pytest
 from fakes import FakeEngine, FakeTrainer
 from group_cases import branch
 from orchestrator_runs import config, sampled, train
+from processes.add_ons import needs
 
 from stretto.base.errors import EngineError
 from stretto.config.root import OrchestratorConfig
@@ -144,6 +145,7 @@ def test_a_resumed_run_has_the_baselines_of_an_unbroken_one(tmp_path):
     assert run_checkpoint.load(cfg.run_dir, 6).baselines["duel"] == values
 
 
+@needs("vime")
 def test_groups_that_a_hook_lost_do_not_update_the_baselines_of_those_that_are_trained(tmp_path, monkeypatch):
     (tmp_path / "hooks_of_baselines.py").write_text(
         "calls, rewards = iter(range(9)), {}\n"

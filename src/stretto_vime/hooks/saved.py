@@ -12,10 +12,10 @@ from typing import Any
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.base.files import write_atomic
-from stretto.vime.outputs import RolloutFnTrainOutput
 from stretto.vime.sample import Sample
+from stretto_vime.hooks.outputs import RolloutFnTrainOutput
 
-FUNCTION = "stretto.vime.saved:generate_rollout"
+FUNCTION = "stretto_vime.hooks.saved:generate_rollout"
 """The rollout function that reads them; `args.load_debug_rollout_data` is the path."""
 NUMBER = "{rollout_id}"
 

@@ -22,10 +22,11 @@ from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
 from stretto.orchestrator.groups.buffer import Slot
-from stretto.orchestrator.groups.user_rollouts import DataSource, UserRolloutFunction
 from stretto.records.rollout import RolloutStatus, Task
 from stretto.vime import Arguments
 from stretto.vime.calls import Hook
+from stretto_vime.hooks.rollouts import UserRolloutFunction
+from stretto_vime.hooks.source import DataSource
 
 
 @pytest.fixture

@@ -17,111 +17,42 @@ something invalid, that eval is lost.
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
+import itertools
 import logging
-import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from stretto.base.errors import EnvError, StrettoError, boundary
-from stretto.config.sections.orchestrator import SamplingSection
-from stretto.data.values import checked_number, with_whole_text
+from stretto.base.errors import ConfigError, EnvError, StrettoError, boundary
+from stretto.chat.render import Renderer
+from stretto.config.sections.orchestrator import EvalSection, OrchestratorSection, SamplingSection
 from stretto.envs.result import checked_reward
+from stretto.orchestrator.build import urls_of
+from stretto.orchestrator.eval.results import write_samples
 from stretto.orchestrator.eval_scores import EvalScore
-from stretto.orchestrator.groups.buffer import Slot
+from stretto.orchestrator.groups.buffer import Buffer, Slot, SlotState
+from stretto.orchestrator.groups.hooks import Drawing
 from stretto.orchestrator.rollout.play import Draw
 from stretto.orchestrator.rollout.player import describe, failed_rollout
 from stretto.records.rollout import Group, Rollout, Task
-from stretto.vime import Arguments, RecordedBatch, RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
+from stretto.vime.arguments import Arguments
 from stretto.vime.calls import Hook
-from stretto.vime.convert import Render, has_failed, prompt_of, rollout_of, sample_number, trained_tokens
-from stretto.vime.engine import EngineRequests, requests_to_engines
+from stretto.vime.sample import Sample
+from stretto_vime.hooks.batches import arguments_of
+from stretto_vime.hooks.engine import EngineRequests, requests_to_engines
+from stretto_vime.hooks.evals import build_score, checked_metrics, checked_results, sample_lines
+from stretto_vime.hooks.load import load_batch_hook
+from stretto_vime.hooks.outputs import RecordedBatch, RolloutFnTrainOutput
+from stretto_vime.hooks.source import DataSource, Members, is_group
+from stretto_vime.hooks.trained import has_failed, rollout_of, trained_tokens
 
 logger = logging.getLogger(__name__)
-
-Members = list[list[Sample]]
-"""A group: the samples of each member."""
-
-
-class DataSource:
-    """Gives tasks to a rollout function, as groups of pending samples. Thread-safe."""
-
-    def __init__(
-        self,
-        draw: Callable[[Task | None, int | None], Slot],
-        group_size: int,
-        loop: asyncio.AbstractEventLoop,
-        num_tasks: int | None = None,
-        *,
-        render: Render | None = None,
-    ) -> None:
-        self._render = render
-        self._draw, self._group_size, self._loop = draw, group_size, loop
-        self.num_tasks = num_tasks  # held-out tasks of an eval, which then start over; None in training
-        self.put_back: dict[int, list[Sample]] = {}  # groups that were put back, by draw number
-        self.slots: dict[int, Slot] = {}  # of tasks that were given out and not returned
-
-    def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Get groups of pending samples: first those that were put back, then new tasks."""
-        groups = [self.put_back.pop(each) for each in list(self.put_back)[:num_samples]]
-        return groups + [self._new_group() for _ in range(num_samples - len(groups))]
-
-    def draw_slot(self, task: Task | None = None, num_members: int | None = None) -> Slot:
-        """The slot of a group that a function made by itself, of the next task, or of this one.
-
-        num_members: None for as many as the environment's groups have. Called in the event loop.
-        """
-        slot = self._draw(task, num_members)
-        self.slots[slot.group_id] = slot
-        return slot
-
-    def add_samples(self, groups: Sequence[list[Sample]]) -> None:
-        """Put groups back for the next `get_samples`; samples keep what they have so far.
-
-        Raises: TypeError, ValueError for anything but groups that were given out.
-        """
-        for group in groups:
-            if not _is_group(group):
-                raise TypeError(
-                    f"add_samples takes a list of groups, each a list of samples; got {type(group).__name__}"
-                )
-            numbers = {sample.group_index for sample in group}
-            if len(numbers) != 1 or not numbers <= self.slots.keys():
-                indices = sorted(map(str, numbers))
-                raise ValueError(f"add_samples takes groups as they were given out; got one of {indices}")
-            [number] = self.slots.keys() & numbers
-            self.put_back[number] = group
-
-    def __len__(self) -> int:
-        return len(self.put_back)
-
-    def _new_group(self) -> list[Sample]:
-        try:
-            is_in_loop = asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            is_in_loop = False
-        if is_in_loop:
-            slot = self._draw(None, None)
-        else:
-            slot = asyncio.run_coroutine_threadsafe(self._draw_in_loop(), self._loop).result()
-        self.slots[slot.group_id] = slot
-        data = slot.task.data
-        prompt, metadata = prompt_of(data, self._render)
-        first = Sample(
-            group_index=slot.group_id, prompt=prompt, label=data.get("label"), metadata=metadata | {"task": data}
-        )
-        members = [copy.deepcopy(first) for _ in range(self._group_size)]
-        for index, sample in enumerate(members):
-            sample.index = sample.rollout_id = sample_number(slot.group_id, index, self._group_size)
-        return members
-
-    async def _draw_in_loop(self) -> Slot:
-        return self._draw(None, None)
 
 
 @dataclass
@@ -135,6 +66,9 @@ class UserRolloutFunction:
     urls: Sequence[str] = ()  # of the policy's engines
     key: str | None = None  # the engines' API key
     max_support: int | None = None  # most tokens in a support, if top_p, top_k and min_p are replayed
+    group_size: int = 1  # of training
+    max_failed_groups: int = 1  # calls without a group, one after the other, that end the run
+    renderer: Renderer | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     is_recorded: bool = False  # the latest call returned a RecordedBatch
 
@@ -154,7 +88,7 @@ class UserRolloutFunction:
                 rule = "return RolloutFnTrainOutput(samples=groups)"
                 raise EnvError(f"{self.hook.place} returned {type(output).__name__}; {rule}")
             metrics = output.metrics if isinstance(output, RolloutFnTrainOutput) else None
-            self.metrics |= self._checked_metrics(metrics, "rollout")
+            self.metrics |= checked_metrics(metrics, "rollout", self.hook.place)
             groups = [self._members_of(group) for group in samples]
             self.is_recorded = isinstance(output, RecordedBatch)
             slots = self._slots_of(groups, source)
@@ -173,50 +107,87 @@ class UserRolloutFunction:
             del source.slots[slot.group_id]
         return built
 
-    async def evaluate(self, version: int, source: DataSource) -> dict[str, dict[str, Any]]:
-        """Call the function to evaluate a version; its entries by data set.
+    async def play_groups(self, pipeline: Drawing, start: int) -> None:
+        """Call the function whenever a batch has free slots, until the buffer is closed.
+
+        Groups that it neither returns nor puts back are dropped.
+        """
+        buffer = pipeline.buffer
+        source = self._open_source(
+            lambda task, num_members: pipeline.draw(is_extra=True, task=task, num_members=num_members), self.group_size
+        )
+        num_empty = 0  # calls in a row
+        for number in itertools.count(start):
+            num_put_back = sum(slot.state is SlotState.RUNNING for slot in source.slots.values())
+            if not await buffer.admit(buffer.bounds.groups_per_batch, num_put_back):
+                return
+            try:
+                played = await self.play(number, source, lambda: buffer.version)
+            except StrettoError as error:
+                source.put_back.clear()
+                played = [(slot, self._failed_group(slot, error)) for slot in source.slots.values()]
+                source.slots.clear()
+                if not played:
+                    raise  # it had not drawn a task yet
+            num_empty = 0 if played else num_empty + 1
+            if num_empty >= self.max_failed_groups:
+                raise EnvError(
+                    f"{self.hook.place} returned no group {num_empty} times in a row (max_failed_groups); it must "
+                    "return groups of data_source.get_samples"
+                )
+            for slot, group in played:
+                if slot.state is SlotState.RUNNING:  # not dropped meanwhile: too old, or the run ends
+                    pipeline.hand_over(slot, group)
+            if self.is_recorded:
+                _expect_recorded(buffer, number + 1, [slot for slot, _ in played])
+            not_returned = [group_id for group_id in source.slots if group_id not in source.put_back]
+            for slot in map(source.slots.pop, not_returned):
+                if slot.state is SlotState.RUNNING:
+                    buffer.drop(slot, "not returned by rollout_function")
+            await asyncio.sleep(0)
+
+    async def evaluate(
+        self, version: int, tasks: Sequence[Task], section: EvalSection, path_of: Callable[[str], Path] | None
+    ) -> tuple[list[EvalScore], dict[str, dict[str, Any]]]:
+        """Call the function to evaluate a version on these held-out tasks, in order: scores, and entries by data set.
+
+        path_of: from a data set to the file of its samples; None if they are not written.
 
         Raises: EnvError if it raises, or returns anything but entries with rewards.
         """
         self.metrics = {}
-        with requests_to_engines(self.urls, lambda: version, key=self.key):
-            output = await self._call(version, source, evaluation=True)
-        with boundary(EnvError, self.hook.place):
-            data = output.data if isinstance(output, RolloutFnEvalOutput) else output
-            if not isinstance(data, dict) or not data:
-                rule = 'return RolloutFnEvalOutput(data={"name": {"rewards": [...]}})'
-                if isinstance(output, RolloutFnTrainOutput | list):
-                    rule += ', or let the environments play: eval_function = "environments"'
-                returned = type(output).__name__
-                raise EnvError(f"{self.hook.place} returned {returned} for evaluation=True; {rule}")
-            self.metrics = self._checked_metrics(getattr(output, "metrics", None), "eval")
-            for name, entry in data.items():
-                self._check_entry(name, entry)
-        return {str(name): entry for name, entry in data.items()}
+        started, numbers = time.perf_counter(), itertools.count()
 
-    def build_score(self, name: str, entry: dict[str, Any], version: int, time_s: float) -> EvalScore:
-        """The eval score of one data set."""
-        rewards = [float(reward) for reward in entry["rewards"]]
-        lengths = [sample.response_length for sample in entry.get("samples") or ()]
-        return EvalScore(
-            env=name,
-            mode="sampled",
-            mean=sum(rewards) / len(rewards),
-            k=1,
-            pass_at_k={},
-            pass_all_k={},
-            num_tasks=len(rewards),
-            num_failed=0,
-            num_truncated=sum(map(bool, entry.get("truncated") or ())),
-            completion_tokens=sum(lengths) / max(len(lengths), 1),
-            time_s=time_s,
-            version=version,
-        )
+        def draw(_: Task | None, __: int | None) -> Slot:
+            number = next(numbers)
+            return Slot(number, tasks[number % len(tasks)], version)
 
-    def failed_group(self, slot: Slot, error: StrettoError, group_size: int) -> Group:
+        source = self._open_source(draw, section.group_size, len(tasks))
+        try:
+            with requests_to_engines(self.urls, lambda: version, key=self.key):
+                output = await self._call(version, source, evaluation=True)
+            data, self.metrics = checked_results(output, self.hook.place)
+            time_s = time.perf_counter() - started
+            with boundary(EnvError, f"{self.hook.where}: its samples"):
+                task_ids: dict[int | None, str] = {number: slot.task.task_id for number, slot in source.slots.items()}
+                for name, entry in data.items() if path_of is not None else ():
+                    if entry.get("samples"):
+                        assert path_of is not None and self.renderer is not None, "a run has a renderer"
+                        await write_samples(path_of(name), sample_lines(name, entry, self.renderer, version, task_ids))
+                return [build_score(name, entry, version, time_s) for name, entry in data.items()], data
+        except StrettoError as error:  # even if an engine failed: the eval is lost, not the run
+            raise EnvError(str(error)) from error
+
+    def _open_source(
+        self, draw: Callable[[Task | None, int | None], Slot], group_size: int, num_tasks: int | None = None
+    ) -> DataSource:
+        render = None if self.renderer is None else self.renderer.render_text
+        return DataSource(draw, group_size, asyncio.get_running_loop(), num_tasks, render=render)
+
+    def _failed_group(self, slot: Slot, error: StrettoError) -> Group:
         """The failed group of a slot, for which the function raised."""
-        draw = Draw(slot.group_id, slot.task, group_size, slot.version)
-        rollouts = tuple(failed_rollout(draw, member, describe(error), time.time()) for member in range(group_size))
+        draw, members = Draw(slot.group_id, slot.task, self.group_size, slot.version), range(self.group_size)
+        rollouts = tuple(failed_rollout(draw, member, describe(error), time.time()) for member in members)
         return Group(group_id=slot.group_id, task=slot.task, rollouts=rollouts)
 
     async def _call(self, call_index: int, source: DataSource, *, evaluation: bool) -> Any:
@@ -234,7 +205,7 @@ class UserRolloutFunction:
             return group
         entries = group if isinstance(group, list | tuple) else ()
         members = [each if isinstance(each, list) else [each] for each in entries]
-        if not members or not all(map(_is_group, members)):
+        if not members or not all(map(is_group, members)):
             raise EnvError(
                 f"{self.hook.place}: a group must be a list of samples (or of lists, for members with several), "
                 f"got {type(group).__name__}"
@@ -356,37 +327,35 @@ class UserRolloutFunction:
             "(0: drawn from all tokens)"
         )
 
-    def _check_entry(self, name: Any, entry: Any) -> None:
-        """Raises: EnvError if the entry of a data set is not valid."""
-        where = f"{self.hook.place}:"
-        if not isinstance(entry, dict) or "rewards" not in entry:
-            raise EnvError(f"{where} {name!r} is {type(entry).__name__}, not a dictionary with rewards")
-        try:
-            is_finite = all([math.isfinite(float(reward)) for reward in entry["rewards"]])
-        except (TypeError, ValueError):
-            is_finite = False
-        if not is_finite:
-            raise EnvError(f"{where} the rewards of {name!r} are no list of finite numbers")
-        if not len(entry["rewards"]):
-            raise EnvError(f"{where} {name!r} has no reward")
-        samples, truncated = entry.get("samples") or [], entry.get("truncated")
-        if not isinstance(samples, list) or not all(isinstance(sample, Sample) for sample in samples):
-            raise EnvError(f"{where} the samples of {name!r} are no list of Sample")
-        if not isinstance(truncated, list | tuple | None):
-            raise EnvError(f"{where} truncated of {name!r} is {type(truncated).__name__}, not a list")
 
-    def _checked_metrics(self, metrics: Any, prefix: str) -> dict[str, float]:
-        """The function's metrics, under a prefix.
+def load_rollout_function(cfg: OrchestratorSection, key: str, renderer: Renderer) -> UserRolloutFunction:
+    """Load the function at a key of [orchestrator.hooks]. Raises: ConfigError as `Hook.load`."""
+    return UserRolloutFunction(
+        load_batch_hook(key, getattr(cfg.hooks, key)),
+        arguments_of(cfg),
+        cfg.train.sampling,
+        cfg.seq_len,
+        urls_of(cfg.client),
+        key=os.environ.get(cfg.client.api_key_var),
+        max_support=None if cfg.train.replay is None else cfg.train.replay.max_tokens,
+        group_size=cfg.group_size,
+        max_failed_groups=cfg.max_failed_groups,
+        renderer=renderer,
+    )
 
-        Raises: EnvError for a metric that is no number.
-        """
-        where = self.hook.place
-        if not isinstance(metrics, dict | None):
-            raise EnvError(f"{where}: metrics are {type(metrics).__name__}, not a dictionary of numbers")
-        return {
-            f"{prefix}/{with_whole_text(str(name))}": checked_number(value, where, f"the metric {name}")
-            for name, value in (metrics or {}).items()
-        }
+
+def _expect_recorded(buffer: Buffer, step: int, slots: Sequence[Slot]) -> None:
+    """Have the batch of `step` consist of these recorded groups, without those that filters reject now.
+
+    Raises: ConfigError if they reject all.
+    """
+    num_kept = sum(slot.state is SlotState.READY for slot in slots)
+    if not num_kept and slots and not buffer.is_closed:
+        raise ConfigError(
+            f"gates, filters and hooks of this config reject all {len(slots)} groups that were recorded for step "
+            f"{step}; leave out those that the recorded run did not have"
+        )
+    buffer.recorded_sizes[step] = num_kept
 
 
 def _task_of(slot: Slot, sample: Sample) -> Task:
@@ -395,7 +364,3 @@ def _task_of(slot: Slot, sample: Sample) -> Task:
         return slot.task
     data = {"prompt": sample.prompt, "label": sample.label, "metadata": sample.metadata}
     return msgspec.structs.replace(slot.task, task_id=f"own-{slot.group_id}", data=data)
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, list) and bool(group) and all(isinstance(each, Sample) for each in group)

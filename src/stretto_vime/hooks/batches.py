@@ -17,25 +17,28 @@ import numpy as np
 from stretto.base.errors import EnvError, boundary
 from stretto.chat.render import Renderer
 from stretto.config.sections.orchestrator import OrchestratorSection
-from stretto.data.values import checked_number, describe_value, with_whole_text
+from stretto.data.values import describe_value
 from stretto.envs.result import checked_reward, checked_rewards
 from stretto.orchestrator.build import other_models, table_of, urls_of
+from stretto.orchestrator.groups.hooks import Logged, Played
 from stretto.records.rollout import Group, Rollout, RolloutStatus
 from stretto.records.sample import TrainSample
-from stretto.vime import Arguments, DynamicFilterOutput, Sample
-from stretto.vime.arguments import addresses_of
+from stretto.vime.arguments import Arguments, addresses_of
 from stretto.vime.calls import Hook
 from stretto.vime.convert import response_start, sample_of
-from stretto.vime.saved import save
+from stretto.vime.sample import Sample
+from stretto_vime.hooks.evals import checked_metrics
+from stretto_vime.hooks.load import load_batch_hook
+from stretto_vime.hooks.outputs import DynamicFilterOutput
+from stretto_vime.hooks.saved import save
 
-SETTING = "orchestrator.hooks"
 COLUMNS = ("tokens", "response_lengths", "rewards", "loss_masks", "rollout_log_probs")
 """Columns that a conversion may return: lists with one entry per sample. Missing columns stay unchanged."""
 IGNORED_COLUMNS = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "round_number", "prompt", "metadata")
 """Other columns of vime's conversions: the run records these facts itself."""
 
 
-class BatchHooks:
+class VimeBatchHooks:
     """The batch hooks of a run; a hook that the config does not name changes nothing."""
 
     def __init__(self, cfg: OrchestratorSection, renderer: Renderer) -> None:
@@ -46,20 +49,20 @@ class BatchHooks:
         self.args = arguments_of(cfg)
         self._renderer, self._seq_len, self._group_size_of = renderer, cfg.seq_len, cfg.group_size_of
 
-        def load(key: str, num_arguments: int) -> Hook | None:
+        def load(key: str) -> Hook | None:
             path = getattr(cfg.hooks, key)
-            return None if path is None else Hook.load(path, f"{SETTING}.{key}", num_arguments)
+            return None if path is None else load_batch_hook(key, path)
 
         self._save_path = cfg.hooks.save_samples
         self._rendered: tuple[list[dict[str, Any]], str] | None = None  # the latest prompt
-        self._group_filter = load("dynamic_sampling_filter", 2)
-        self._group_selector = load("buffer_filter", 4)
-        self._sample_filter = load("sample_filter", 2)
-        self._reward_processor = load("reward_post_process", 2)
-        self._converter = load("convert_samples_to_train_data", 2)
-        self._all_samples = load("all_samples_process", 3)
-        self._logger = load("rollout_log", 5)
-        self._eval_logger = load("eval_log", 4)
+        self._group_filter = load("dynamic_sampling_filter")
+        self._group_selector = load("buffer_filter")
+        self._sample_filter = load("sample_filter")
+        self._reward_processor = load("reward_post_process")
+        self._converter = load("convert_samples_to_train_data")
+        self._all_samples = load("all_samples_process")
+        self._logger = load("rollout_log")
+        self._eval_logger = load("eval_log")
         self._finished: list[list[Sample]] = []  # groups since the last batch, for all_samples_process
         self._logged_at = time.monotonic()
 
@@ -93,7 +96,7 @@ class BatchHooks:
 
     # -- a batch --
 
-    async def log(self, step: int, groups: Sequence[Group]) -> tuple[dict[str, float], bool]:
+    async def log(self, step: int, groups: Sequence[Group]) -> Logged:
         """Metrics of a batch by the user's log function; do they replace ours?
 
         Raises: EnvError.
@@ -105,14 +108,10 @@ class BatchHooks:
         metrics: dict[str, Any] = {}
         samples = self._samples_of_all(groups)
         returned = await self._logger.call(step - 1, self.args, samples, metrics, rollout_time)
-        return _checked(metrics, "rollout", self._logger), returned is True
+        return checked_metrics(metrics, "rollout", self._logger.where), returned is True
 
-    async def log_eval(
-        self, version: int, played: Mapping[str, Sequence[Group] | Mapping[str, Any]]
-    ) -> tuple[dict[str, float], bool]:
+    async def log_eval(self, version: int, played: Played) -> Logged:
         """Metrics of an eval by the user's log function; do they replace ours?
-
-        played: by data set, the groups, or what the user's eval function returned.
 
         Raises: EnvError.
         """
@@ -123,7 +122,7 @@ class BatchHooks:
         }
         metrics: dict[str, Any] = {}
         returned = await self._eval_logger.call(version, self.args, data, metrics)
-        return _checked(metrics, "eval", self._eval_logger), returned is True
+        return checked_metrics(metrics, "eval", self._eval_logger.where), returned is True
 
     def _eval_columns(self, groups: Sequence[Group]) -> dict[str, Any]:
         """The groups of a data set in the form in which a log function gets them."""
@@ -287,17 +286,6 @@ def arguments_of(cfg: OrchestratorSection) -> Arguments:
         }
     addresses = addresses_of(urls_of(cfg.client), other_models(cfg), cfg.client.name)
     return Arguments(**table_of(cfg) | known | addresses | cfg.hooks.args)
-
-
-def _checked(metrics: Mapping[str, Any], prefix: str, hook: Hook) -> dict[str, float]:
-    """Metrics that a log function has written, under a prefix.
-
-    Raises: EnvError for one that is no number.
-    """
-    return {
-        f"{prefix}/{with_whole_text(str(name))}": checked_number(value, hook.where, f"the metric {name}")
-        for name, value in metrics.items()
-    }
 
 
 def _apply_row(train: TrainSample, sample: Sample, row: dict[str, Any], seq_len: int) -> TrainSample:

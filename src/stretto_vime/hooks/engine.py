@@ -9,7 +9,6 @@ plain HTTP.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,16 +20,16 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from stretto.base.errors import EngineError, EnvError
+from stretto.base.errors import EnvError
 from stretto.records.generate import NOT_REPLAYED, REPLAYED, changed_by
 from stretto.vime.arguments import Address, address_of
+from stretto.vime.requests import GENERATE, send
 
 if TYPE_CHECKING:
     from jaxtyping import Int
 
 logger = logging.getLogger(__name__)
 
-GENERATE = "/inference/v1/generate"
 SAMPLING = {
     "max_tokens",
     "temperature",
@@ -55,9 +54,6 @@ IGNORED = {
 }
 """Parameters that do not change which tokens are sampled: log-probabilities are always recorded, and returned for
 `logprobs`; a reply's tokens include those of its stop text."""
-CONNECT_TIMEOUT_S = 30.0
-SAMPLING_ROUTES = (GENERATE, "/v1/completions", "/v1/chat/completions")
-"""Ends of the paths whose answers are sampled: the same request twice gives two."""
 
 
 @cache
@@ -124,7 +120,6 @@ class EngineRequests:
 _requests: ContextVar[EngineRequests | None] = ContextVar("requests", default=None)
 _turns: ContextVar[tuple[Turns, set[Address]] | None] = ContextVar("turns", default=None)
 """The rollout that a hook generates, and the addresses of the policy's engines."""
-_model_keys: dict[Address, str] = {}
 
 
 def headers_for(url: str) -> dict[str, str]:
@@ -136,11 +131,6 @@ def headers_for(url: str) -> dict[str, str]:
 def _is_for_policy(url: str, addresses: set[Address]) -> bool:
     """Is this a request for tokens of the policy?"""
     return urlsplit(url).path.endswith(GENERATE) and address_of(url) in addresses
-
-
-def give_key(urls: Sequence[str], key: str) -> None:
-    """Let `post` send this API key to a frozen model's engines at these addresses, and to no other server."""
-    _model_keys.update({address_of(url): key for url in urls})
 
 
 @contextmanager
@@ -179,10 +169,7 @@ def requests_to_engines(
 async def post(
     url: str, payload: dict[str, Any], max_retries: int = 60, headers: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Send JSON, return JSON. Retries every second while the server is unreachable or full (429, 503).
-
-    It waits for an answer without a limit. A request that samples is never sent again once the server may have
-    received it; all others are, after any 5xx and after a broken connection.
+    """Send JSON, return JSON, as `vime.requests.send` does; a request for tokens of the policy as above.
 
     Raises: EngineError when the server answers an error or does not answer; EnvError for an invalid request.
     """
@@ -190,9 +177,7 @@ async def post(
         return await _request_turn(turns[0], payload)
     if (requests := _requests.get()) is not None:
         payload, headers = requests.salt(url, payload) | payload, requests.headers(url) | (headers or {})
-    if (key := _model_keys.get(address_of(url))) is not None:
-        headers = {"Authorization": f"Bearer {key}"} | (headers or {})
-    return await _send(url, payload, max_retries, headers)
+    return await send(url, payload, max_retries, headers)
 
 
 async def _request_turn(ctx: Turns, payload: dict[str, Any]) -> dict[str, Any]:
@@ -235,35 +220,3 @@ def _answer(reply: Any, num_prompt: int, payload: dict[str, Any], *, with_logpro
         "usage": num_tokens | {"total_tokens": sum(num_tokens.values())},
         "weight_version": spans[-1]["version"] if spans else None,
     }
-
-
-async def _send(url: str, payload: dict[str, Any], max_retries: int, headers: dict[str, str] | None) -> dict[str, Any]:
-    import aiohttp
-
-    last = ""
-    is_sampling = urlsplit(url).path.endswith(SAMPLING_ROUTES)
-    # The time of an answer has no limit, because a reply may be long.
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        for attempt in range(max_retries + 1):
-            try:
-                async with session.post(url, json=payload, headers=headers) as response:
-                    if response.status < 400:
-                        return await response.json(content_type=None)
-                    text = (await response.text())[:500]
-                    # A request that samples is sent again only if the server has turned it away.
-                    if response.status not in (429, 503) and (is_sampling or response.status < 500):
-                        raise EngineError(f"POST {url}: {response.status}: {text}")
-                    last = f"{response.status}: {text[:200]}"
-            except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as cause:  # it was not sent
-                last = f"{type(cause).__name__}: {cause}"
-            except (aiohttp.ClientConnectionError, TimeoutError) as cause:
-                if is_sampling:
-                    raise EngineError(
-                        f"POST {url}: the connection broke while the reply was sampled ({cause!r}); the request is "
-                        "not sent again, because that would sample another"
-                    ) from cause
-                last = f"{type(cause).__name__}: {cause}"
-            if attempt < max_retries:
-                await asyncio.sleep(1.0)
-    raise EngineError(f"POST {url}: no answer in {max_retries + 1} attempts; the last: {last}")
