@@ -10,7 +10,8 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.names         what `stretto.NAME` is in Python
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
-    stretto.rules         section of a config -> a module with RULES, as config/rules has, for configs that have it
+    stretto.rules         class of a section -> a module with RULES, as config/rules has, for configs that have such a
+                          section; and DOUBTS, if it has some
     stretto.sft           type of [data] of `sft` with a learner of its own -> a module with load_policy, load_rows,
                           adapt, build_learner and build_packer; with ".rows" after it, one that reads its rows
     stretto.options       NAME of `--NAME` of a verb with a configuration -> a module with `parse(verb, words)`, which
@@ -23,8 +24,7 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.engines       engine -> function of its config and the directory of its model, which serves it
     stretto.weights       type of [weight_broadcast], and "delta" -> a module with both ends, as transports/weights says
     stretto.families      family of models -> a `families.family.Family`, also of a package of yours
-    stretto.networks      trainer.backend -> a `trainer.network.NetworkBuilder` that also gets its section; with
-                          ".check" after it, function that refuses what it does not compute
+    stretto.networks      trainer.backend -> function of its section that makes a `check.backend.Backend`
     stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device
     stretto.routers       type of [inference.router], and "registrar" -> the module that is run as a process; "list" ->
                           a `transports.engine.routed.RouterList` of a router's address and the engines' key

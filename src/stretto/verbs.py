@@ -296,6 +296,10 @@ def _check_add_ons(cfg: RunRoot) -> None:
         addons.check("stretto.weights", broadcast.type, f'weight_broadcast.type = "{broadcast.type}"')
     if broadcast is not None and broadcast.delta is not None:
         addons.check("stretto.weights", "delta", "[weight_broadcast.delta]")
+    trainer = getattr(cfg, "trainer", cfg)
+    for name in {getattr(trainer, "backend", "fsdp"), *addons.registered("stretto.networks")} - {"fsdp"}:
+        if getattr(trainer, "backend", None) == name or getattr(trainer, name, None) is not None:
+            addons.check("stretto.networks", name, f'trainer.backend = "{name}"')
     if type(cfg).__name__ in ("RLConfig", "TrainerConfig") and getattr(cfg, "service", None) is not None:
         addons.check("stretto.services", "client", "[service]")
 

@@ -96,7 +96,7 @@ BELOW = {
     "stretto_families": {"base", "families"},
     "stretto_preference": {"base", "chat", "config", "data", "models", "records", "trainer"},
     "stretto_routers": {"base", "config"},
-    "stretto_megatron": {"base", "config", "families", "models", "records", "trainer"},
+    "stretto_megatron": {"base", "check", "config", "families", "models", "records", "trainer"},
     "stretto_start": {"state", "base", "config", "data", "signals"},
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
     "stretto_games": {"base", "envs", "records"},

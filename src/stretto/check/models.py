@@ -18,15 +18,8 @@ from typing import Any, get_args
 from stretto import addons
 from stretto.base import process, rundir
 from stretto.base.errors import ConfigError, meant_path
-from stretto.check.degrees import (
-    Shape,
-    check_vision,
-    find_degrees,
-    find_megatron_degrees,
-    find_plain_degrees,
-    read_shape,
-)
-from stretto.check.megatron import check_refused, find_megatron
+from stretto.check.backend import Backend, find_backend
+from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
 from stretto.check.vllm_adapters import check_policy_adapter
 from stretto.check.vllm_models import ServedModel
 from stretto.config.root import RLConfig, SFTConfig
@@ -34,7 +27,6 @@ from stretto.config.sections.distill import TaughtAlgo
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ActivationCheckpointSection, Family, ModelSection, ScratchSection
 from stretto.config.sections.sft import RewardSection
-from stretto.config.sections.trainer import MegatronSection
 from stretto.data.hub_model import find_config, is_hub_name
 from stretto.data.model_file import ModelFile, has_own_family
 from stretto.families.table import FAMILIES, SPARSE_FAMILIES, check_installed
@@ -67,20 +59,20 @@ def find_model(name: str) -> ModelFile | None:
 
 def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
     """Check the model's shape against what trains and serves it. must_exist: as in `check_model`."""
-    trainer = cfg.trainer
+    trainer, backend = cfg.trainer, find_backend(cfg.trainer)
     check_model(
         cfg.model,
         cfg.num_train_ranks,
         "model",
         has_replay=trainer.enable_router_replay,
         must_exist=must_exist,
-        megatron=find_megatron(trainer),
+        backend=backend,
     )
-    if (megatron := find_megatron(trainer)) is not None:
-        _check_beside_policy(cfg, megatron)
+    if backend is not None:
+        _check_beside_policy(cfg, backend)
     if cfg.num_critic_ranks:
         where = "model, of the ranks in trainer.critic.placement"
-        check_model(cfg.model, cfg.num_critic_ranks, where, megatron=find_megatron(trainer))
+        check_model(cfg.model, cfg.num_critic_ranks, where, backend=backend)
     check_engine_model(cfg)
     check_teachers(cfg)
     if cfg.inference is not None:
@@ -90,8 +82,8 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
         check_policy_adapter(cfg, is_cpu=is_cpu or cfg.inference.device == "cpu")
 
 
-def _check_beside_policy(cfg: RLConfig, megatron: MegatronSection) -> None:
-    """Check the reference, which Megatron spreads over the ranks of the policy, and the critic, on these or its own.
+def _check_beside_policy(cfg: RLConfig, backend: Backend) -> None:
+    """Check the reference, which the backend spreads over the policy's ranks, and the critic, on these or its own.
 
     Raises: ConfigError naming the key of the model, and what it does not allow.
     """
@@ -102,27 +94,27 @@ def _check_beside_policy(cfg: RLConfig, megatron: MegatronSection) -> None:
         "trainer.critic.load": trainer.critic and trainer.critic.load,
     }
     if trainer.critic is not None and trainer.critic.ac is not None:
-        _check_critic_ac(cfg, trainer.critic.ac, megatron)
+        _check_critic_ac(cfg, trainer.critic.ac, backend)
     for path, name in named.items():
         if not name or (here := find_model(name)) is None:
             continue
         ranks = cfg.num_critic_ranks if path == "trainer.critic.load" else 0
         try:
-            check_refused(here.family, here.found, cfg.model, megatron)
-            find_megatron_degrees(cfg.model, megatron, ranks or cfg.num_train_ranks, read_shape(here))
+            backend.check(here.family, here.found, cfg.model)
+            backend.degrees(cfg.model, ranks or cfg.num_train_ranks, read_shape(here))
         except ConfigError as error:
             raise ConfigError(f"{path} = {name!r}: {error}") from None
 
 
-def _check_critic_ac(cfg: RLConfig, ac: ActivationCheckpointSection, megatron: MegatronSection) -> None:
-    """Raises: ConfigError for what Megatron does not compute again."""
+def _check_critic_ac(cfg: RLConfig, ac: ActivationCheckpointSection, backend: Backend) -> None:
+    """Raises: ConfigError for what the backend does not compute again."""
     scratch = cfg.model.scratch
     here = None if scratch is not None else find_model(cfg.model.name)
     family = scratch.family if scratch is not None else here.family if here is not None else None
     if family is None:
         return
     try:
-        check_refused(family, {}, cfg.model.model_copy(update={"ac": ac}), megatron)
+        backend.check(family, {}, cfg.model.model_copy(update={"ac": ac}))
     except ConfigError as error:
         raise ConfigError(str(error).replace("[model.ac]", "[trainer.critic.ac]")) from None
 
@@ -134,18 +126,18 @@ def check_model(
     *,
     has_replay: bool = False,
     must_exist: bool = False,
-    megatron: MegatronSection | None = None,
+    backend: Backend | None = None,
 ) -> None:
     """Check parallel degrees and model options against the model; path names its section in messages.
 
     must_exist: refuse a model that is not there, before `--clean` deletes anything; else a warm-up may still make it.
-    megatron: how Megatron trains it; None: our own modules do.
+    backend: what trains it; None: our own modules do.
 
     Raises: ConfigError naming the key, the value and what this model allows.
     """
-    if megatron is not None and (scratch := model.scratch) is not None:
-        check_refused(scratch.family, {}, model, megatron)
-        find_megatron_degrees(model, megatron, num_ranks, _scratch_shape(scratch))
+    if backend is not None and (scratch := model.scratch) is not None:
+        backend.check(scratch.family, {}, model)
+        backend.degrees(model, num_ranks, _scratch_shape(scratch))
     here = None if model.scratch is not None else find_model(model.name)
     if here is None:
         if must_exist and model.scratch is None:
@@ -166,10 +158,10 @@ def check_model(
         is_other = shape is None and here.found.get("vision_config") is not None
         name = "model of text" if shape is None else shape.family
         check_vision(model, here.family if is_other else name, has_other_tower=is_other)
-        if megatron is not None:
-            check_refused(here.family, here.found, model, megatron)
-            assert shape is not None, "Megatron computes only some of our own families"
-            find_megatron_degrees(model, megatron, num_ranks, shape)
+        if backend is not None:
+            backend.check(here.family, here.found, model)
+            assert shape is not None, "it computes only some of our own families"
+            backend.degrees(model, num_ranks, shape)
         elif shape is None:
             find_plain_degrees(model, num_ranks)
         else:

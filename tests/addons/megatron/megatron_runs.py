@@ -42,7 +42,7 @@ from stretto.trainer.network import TorchNetwork
 from stretto.trainer.ranks import exchange
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.checkpoint import SavedState, Saver, load
-from stretto_megatron.limits import build_network
+from stretto_megatron.checks.limits import build_network
 from stretto_megatron.moments import find_optimizer, write_state
 
 SHAPE = {"num_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

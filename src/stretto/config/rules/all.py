@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
+from types import ModuleType
 
 from stretto import addons
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules import batches, engine, frozen, learning, machines, megatron, model, run
+from stretto.config.rules import batches, engine, frozen, learning, machines, model, run
 from stretto.config.rules.rule import At, Problem, Problems, Rule, Rules, below, of_part, walk
 from stretto.config.section import Section
 from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
-from stretto.config.sections.trainer import AdamWOptim, TrainerKeys, TrainerSection
+from stretto.config.sections.trainer import AdamWOptim, TrainerSection
 
 GROUP = "stretto.rules"
-TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines, megatron, frozen))
+TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines, frozen))
 DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (OrchestratorKeys, batches.late_rollouts),
     (OrchestratorKeys, batches.limit_never_reached),
@@ -23,15 +25,15 @@ DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (SFTConfig, run.budget_saves),
     (AdamWOptim, learning.high_rate),
     (RouterSection, engine.stand_in_router),
-    (TrainerKeys, megatron.section_is_off),
 )
 
 
 def check(root: Section) -> list[Problem]:
     """The rules between keys that a root breaks."""
-    tables = (*TABLES, *_of_add_ons(root))
+    walked = [*walk(root)]
+    tables = [*TABLES, *(module.RULES for module in _of_add_ons(walked))]
     problems: list[Problem] = []
-    for section, path in walk(root):
+    for section, path in walked:
         if isinstance(section, RLConfig):
             problems += _broken(tables, TrainerSection, of_part(section.trainer_config(), "trainer"))
             problems += _broken(tables, OrchestratorSection, of_part(section.orchestrator_config(), "orchestrator"))
@@ -40,15 +42,17 @@ def check(root: Section) -> list[Problem]:
     return problems
 
 
-def _of_add_ons(root: Section) -> list[Rules]:
-    """The tables of add-ons whose section this root has."""
-    given = [name for name in addons.offers(GROUP) if getattr(root, name, None) is not None]
-    return [_table(name) for name in given]
+def _of_add_ons(walked: Iterable[tuple[Section, str]]) -> list[ModuleType]:
+    """The modules of add-ons for the classes of these sections."""
+    classes = {cls.__name__ for section, _ in walked for cls in type(section).__mro__}
+    found = {addons.registered(GROUP)[name]: _module(name) for name in addons.offers(GROUP) if name in classes}
+    return list(found.values())
 
 
-def _table(name: str) -> Rules:
-    found = getattr(addons.load(GROUP, name, f"[{name}]"), "RULES", None)
-    if not isinstance(found, dict):
+@cache
+def _module(name: str) -> ModuleType:
+    found: ModuleType = addons.load(GROUP, name, f"a {name}")
+    if not isinstance(getattr(found, "RULES", None), dict):
         raise addons.wrong(GROUP, name, "it has no RULES, a table of rules by class of section")
     return found
 
@@ -61,10 +65,12 @@ def _broken(tables: Sequence[Rules], cls: type, at: At) -> Problems:
 
 def doubts(root: Section) -> list[Problem]:
     """Settings that work and that a user probably does not intend."""
+    walked = [*walk(root)]
+    rules = [*DOUBTS, *(doubt for module in _of_add_ons(walked) for doubt in getattr(module, "DOUBTS", ()))]
     return [
         doubt
-        for section, path in walk(root)
-        for cls, rule in DOUBTS
+        for section, path in walked
+        for cls, rule in rules
         if isinstance(section, cls)
         for doubt in rule(section, below(section, path))
     ]

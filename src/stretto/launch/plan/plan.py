@@ -20,6 +20,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.secret import Secret
+from stretto.check.backend import OWN
 from stretto.check.devices import check_devices, check_drafts
 from stretto.check.vllm_adapters import chosen, served_file, why_merged
 from stretto.config.load import dump, write_json
@@ -238,7 +239,7 @@ def adapter_notes(cfg: RLConfig, *, is_on_gpu: bool) -> Iterator[str]:
 
 def _packs_prefixes(cfg: RLConfig, *, is_on_cpu: bool) -> bool:
     """Whether samples that begin alike stand in one row, and count once what they share; is_on_cpu: the trainer is."""
-    if cfg.trainer.backend == "megatron" or cfg.service is not None:
+    if cfg.trainer.backend != OWN or cfg.service is not None:
         return False
     return shares_prefixes(cfg.model, find_model_file(cfg.model.name), is_on_cpu=is_on_cpu)
 

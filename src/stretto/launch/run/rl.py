@@ -19,7 +19,7 @@ from stretto.base.ports import PortClaims
 from stretto.base.process import EXIT_LOST
 from stretto.base.secret import Secret, find_secret, load_secret
 from stretto.check import nodes as node_checks
-from stretto.check.megatron import check_trainer_python
+from stretto.check.backend import check_trainer_python
 from stretto.check.models import check_shape, models_of
 from stretto.check.routers import check_router
 from stretto.check.start import check_files, check_node, check_processes, check_run, check_trackers

@@ -1,4 +1,4 @@
-"""What the core finds of the backend: what it does not compute, before a run starts, and what builds its network.
+"""What Megatron-Core does not compute, which is known before a run starts; and what builds its networks.
 
 Neither torch nor Megatron-Core is imported before a network is built.
 """
