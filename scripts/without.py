@@ -25,7 +25,7 @@ NEEDS = {
     "repair": ("sandbox",),
     "review": ("python", "view"),
     "view": ("python",),
-    "vime": ("megatron",),
+    "vime": ("megatron", "routers"),
     "vllm": ("broadcast",),
 }
 """Add-ons that use others, and go with them."""

@@ -26,8 +26,8 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.families      family of models -> a `families.family.Family`, also of a package of yours
     stretto.networks      trainer.backend -> function of its section that makes a `check.backend.Backend`
     stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device
-    stretto.routers       type of [inference.router], and "registrar" -> the module that is run as a process; "list" ->
-                          a `transports.engine.routed.RouterList` of a router's address and the engines' key
+    stretto.routers       type of [inference.router] -> a `launch.plan.routers.Router`; "list" -> a
+                          `transports.engine.routed.RouterList` of a router's address and the engines' key
     stretto.trackers      section of [monitors], and package that it needs -> a `monitors.monitor.Tracker`
     stretto.launchers     section of a config -> a `launch.launchers.Launcher`
     stretto.services      client, trainer -> a module: what asks a training service, and what stands for its trainer

@@ -71,7 +71,7 @@ Rows = list[tuple[str, str]]
 
 def rl(cfg: RLConfig) -> str:
     """The screen of `rl`."""
-    from stretto.check.routers import check_router
+    from stretto.launch.plan.routers import check_router
     from stretto.launch.plan.table import table
     from stretto.launch.run.rl import plan_only
 

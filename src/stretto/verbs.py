@@ -172,7 +172,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
         return _elsewhere(cfg)
     _let_waiting_threads_sleep()
     from stretto.base.status import SUPERVISED_VAR, wait_for_go
-    from stretto.launch.plan.engines import has_router
+    from stretto.launch.plan.routers import has_router
     from stretto.launch.run.serve import unused_gpus
 
     if SUPERVISED_VAR not in os.environ and (note := unused_gpus(cfg)):
@@ -305,18 +305,18 @@ def _check_add_ons(cfg: RunRoot) -> None:
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:
-    """The words, in which flags of vLLM and its router have become keys of ours."""
-    from stretto.config.flags.router import rewrite_router_flags
+    """The words, in which flags of other programs have become keys of ours."""
+    from stretto.config.lookup import spellings
 
-    if verb == "rl":
-        return rewrite_router_flags(words, "inference.")
+    for spelling in spellings().values():
+        words = spelling.words(verb, words)
     if verb != "inference":
         return words
     from stretto.config.flags.vllm import split_vllm_flags
     from stretto.config.root import InferenceConfig
     from stretto.config.section import has_key
 
-    words, extra = split_vllm_flags(rewrite_router_flags(words, ""), lambda option: has_key(InferenceConfig, option))
+    words, extra = split_vllm_flags(words, lambda option: has_key(InferenceConfig, option))
     if extra:
         import json
 

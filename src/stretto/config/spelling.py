@@ -119,6 +119,10 @@ def as_given(paths: Sequence[KeyPath]) -> list[KeyPath]:
     return list(paths)
 
 
+def no_other_words(verb: str, words: list[str]) -> list[str]:
+    return words
+
+
 def nothing_else(root: str, values: Mapping[KeyPath, Any], spelled: Mapping[KeyPath, str]) -> list[Correction]:
     return []
 
@@ -144,3 +148,5 @@ class Spelling:
     """The paths of a file, where two of its lists are one list here."""
     corrections: Callable[[str, Mapping[KeyPath, Any], Mapping[KeyPath, str]], list[Correction]] = nothing_else
     """What else its values mean together: (class of the root, values in our spelling, how each was written)."""
+    words: Callable[[str, list[str]], list[str]] = no_other_words
+    """The words after a verb, (verb, words), in which its own flags have become keys."""

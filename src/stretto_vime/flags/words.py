@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.config.flags.router import ROUTER
 from stretto.config.flags.table import Program
 from stretto.config.flags.vllm import VLLM
+from stretto_routers.flags import ROUTER
 from stretto_vime.files.read import read_arguments
 from stretto_vime.files.roles import OF_CRITIC, read_roles
 from stretto_vime.flags.flag import Flag, Setting, Values, attribute_of, listed, parse

@@ -11,7 +11,6 @@ from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.rules import batches, engine, frozen, learning, machines, model, run
 from stretto.config.rules.rule import At, Problem, Problems, Rule, Rules, below, of_part, walk
 from stretto.config.section import Section
-from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.trainer import AdamWOptim, TrainerSection
 
@@ -24,7 +23,6 @@ DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (RLConfig, machines.changes_within_a_machine),
     (SFTConfig, run.budget_saves),
     (AdamWOptim, learning.high_rate),
-    (RouterSection, engine.stand_in_router),
 )
 
 

@@ -1,27 +1,16 @@
-"""Rules of [inference]: features of engines, sizes, options of vLLM and of the router."""
+"""Rules of [inference]: features of engines, sizes, options of vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from stretto.base.errors import ConfigError
-from stretto.config.flags.router import arguments as router_arguments
 from stretto.config.flags.table import option_of
 from stretto.config.flags.vllm import VLLM
 from stretto.config.root import InferenceConfig
-from stretto.config.rules.batches import is_address
-from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, value_of
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, refused_by, value_of
 from stretto.config.section import show
-from stretto.config.sections.engines import (
-    POLICIES,
-    Disaggregated,
-    EngineGroup,
-    EngineGroups,
-    MultiNode,
-    RouterSection,
-    cache_aware_options,
-)
+from stretto.config.sections.engines import Disaggregated, EngineGroup, EngineGroups, MultiNode
 from stretto.config.sections.inference import GROUP_KEYS, SPECULATIVE, InferenceSection, misfit
 from stretto.config.vllm_names import VLLM_KEYS
 
@@ -31,12 +20,6 @@ PLANNED = (
     "data_parallel_multi_port_external_lb", "headless", "nnodes", "node_rank", "master_addr", "master_port",
 )  # fmt: skip
 """Options of vLLM that say which part of an engine a process is; the plan sets them for several engines."""
-PLANNED_FOR_DYNAMO = (
-    "http-host", "http-port", "router-mode", "router-session-affinity-ttl-secs", "router-kv-events",
-    "discovery-backend", "request-plane", "event-plane", "model-name", "model-path", "namespace", "interactive",
-    "kserve-grpc-server",
-)  # fmt: skip
-"""Options of Dynamo's frontend that follow from the plan or from `policy`."""
 MAX_LOOKUP = 16
 """Equal tokens for which the embedded engine can look."""
 Refusal = Callable[[str], str | None]
@@ -60,6 +43,8 @@ def vllm_only(s: InferenceSection, at: At) -> Problems:
 def features(s: InferenceSection, at: At) -> Problems:
     """Features of engines that do not go with a deployment, a cache or a router."""
     router, kind = at("router"), at("deployment.type")
+    if s.router is None:
+        yield from idle(at, "deployment.router_port", "router", why="there is no router")
     if s.deployment.type == "disaggregated" and s.router is None:
         what = "has several engines, and only a router can tell which one reads and which one writes; keep the router"
         yield Problem((router, kind), f"{kind} {what}")
@@ -91,21 +76,13 @@ def refused_options(
     for option, value in options.items():
         own, name = at(f"{path}.{option}"), option_of(option).removeprefix("--").replace("-", "_")
         if option_of(option) in VLLM.reserved:
-            yield from _refused(VLLM.refuse_reserved, own, option)
+            yield from refused_by(VLLM.refuse_reserved, own, option)
         elif name in keys:
             yield Problem(own, f"{own.path}: the key is {at(keys[name]).path}; give it there")
         elif reason := refuse(name):
             yield Problem((own, at("deployment.type")), f"{own} {reason}; leave it out")
         else:
-            yield from _refused(VLLM.arguments, own, option, value)
-
-
-def _refused(check: Callable[..., object], key: Named, *given: Any) -> Problems:
-    """The error of a check that takes the path last, as a problem at that path."""
-    try:
-        check(*given, key.path)
-    except ConfigError as error:
-        yield Problem(key, str(error))
+            yield from refused_by(VLLM.arguments, own, option, value)
 
 
 def vllm_options(s: InferenceSection, at: At) -> Problems:
@@ -368,77 +345,6 @@ def _side(s: InferenceSection, shape: Disaggregated, kind: Literal["prefill", "d
         yield Problem((degrees, node), f"{degrees.path}: {rule}")
 
 
-# -- the router --
-
-
-def router_features(s: InferenceSection, at: At) -> Problems:
-    """A router that is started has a port, and knows the engines of this deployment."""
-    kind = at("router.type")
-    if s.router is None:
-        yield from idle(at, "deployment.router_port", "router", why="there is no router")
-        return
-    if s.router.address is not None:
-        yield from idle(at, "deployment.router_port", "router.address", why="no router is started")
-    shape, lora = at("deployment.type"), at("lora")
-    if s.router.type == "dynamo" and s.deployment.type == "disaggregated":
-        rule = 'Dynamo divides prefill and decode among workers of its own only; use "vllm"'
-        yield Problem((kind, shape), f"{kind} with {shape}: {rule}")
-    if s.router.type == "dynamo" and s.lora is not None:
-        rule = 'Dynamo knows the model, and none of its adapters; use "vllm"'
-        yield Problem((kind, lora), f"{kind} with {lora.path}: {rule}")
-
-
-def router_options(s: RouterSection, at: At) -> Problems:
-    """Options of the router exist, and do something with its policy."""
-    if s.type == "dynamo":  # it refuses unknown ones at its start, with its own message
-        for name in s.extra:
-            if option_of(name).removeprefix("--").removeprefix("no-") in PLANNED_FOR_DYNAMO:
-                key = at(f"extra.{name}")
-                what = "follows from inference.router.policy and from the engines; leave it out"
-                yield Problem(key, f"{key.path} {what}")
-        return
-    for name, value in s.extra.items():
-        yield from _refused(router_arguments, at(f"extra.{name}"), name, value)
-    unused = cache_aware_options(s.extra)
-    if unused and s.policy != "cache_aware":
-        key, policy = at(f"extra.{unused[0]}"), at("policy")
-        yield Problem((key, policy), f'{key.path} does nothing with {policy}; use "cache_aware", or leave it out')
-
-
-def router_kind(s: RouterSection, at: At) -> Problems:
-    """A router's address and policy go with its type."""
-    address, policy, kind = at("address"), at("policy"), at("type")
-    if s.address is not None and not is_address(s.address):
-        yield Problem(address, f"{address} is not an address; write it like http://host:3000")
-    policies = POLICIES.get(s.type, (s.policy,))
-    if s.policy not in policies:
-        yield Problem((policy, kind), f"{policy} is no policy of {kind}; it has {', '.join(policies)}")
-    if s.type == "dynamo" and s.address is not None:
-        yield Problem(
-            (kind, address),
-            f"{kind} with {address}: a frontend that runs elsewhere has workers of its own and cannot take these "
-            "engines; leave the address out: one is started",
-        )
-    if s.type == "llm-d":
-        yield from idle(at, ("policy", "extra.*"), "type", why="llm-d's picker is configured by the chart")
-    elif s.address is not None:
-        yield from idle(at, ("policy", "extra.*"), "type", why="the router that runs there has its own")
-    if s.type != "dynamo":
-        yield from idle(at, "interpreter", "type", why="only Dynamo has a Python of its own")
-
-
-def stand_in_router(s: RouterSection, at: At) -> Problems:
-    """llm-d's picker is started in Kubernetes alone."""
-    kind = at("type")
-    if s.type == "llm-d" and s.address is None:
-        yield Problem(
-            kind,
-            f"{kind}: its picker is started in Kubernetes alone (the Helm chart with llmd.enabled=true), so "
-            "vllm-router is used instead; with a gateway that runs and sees these engines, give "
-            "inference.router.address",
-        )
-
-
 RULES: Rules = {
     InferenceConfig: (served_model,),
     InferenceSection: (
@@ -451,7 +357,5 @@ RULES: Rules = {
         side_options,
         group_options,
         sizes,
-        router_features,
     ),
-    RouterSection: (router_options, router_kind),
 }

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stretto.base.errors import ConfigError
 from stretto.config.section import Section, show
 from stretto.config.sections.run import RunKeys
 
@@ -82,6 +83,14 @@ def idle(at: At, keys: str | Sequence[str], owner: str, remedy: str = "change th
     do = "do" if given[1:] else "does"
     what = f"{' and '.join(map(str, given))} {do} nothing with {at(owner)}{reason}"
     yield Problem((*given, at(owner)), f"{what}; leave out, or {remedy}")
+
+
+def refused_by(check: Callable[..., object], key: Named, *given: Any) -> Problems:
+    """The error of a check that takes the path last, as a problem at that path."""
+    try:
+        check(*given, key.path)
+    except ConfigError as error:
+        yield Problem(key, str(error))
 
 
 def value_of(section: Any, path: str) -> Any:

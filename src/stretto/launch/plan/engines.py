@@ -42,7 +42,7 @@ from stretto.config.sections.engines import (
 )
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.vllm_names import VLLM_KEYS
-from stretto.launch.plan.routers import has_unguarded_router, listen_address, plan_registrars, plan_router
+from stretto.launch.plan.routers import has_router, is_wide, listen_address, plan_registrars, plan_router
 from stretto.launch.plan.specs import EngineSpec, EnginesPlan, HelperSpec, Role
 
 BACKEND_OFFSET = 100
@@ -84,24 +84,6 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
     return EnginesPlan(tuple(engines), (spec,), stores, (url,), admin)
 
 
-def has_router(section: InferenceSection) -> bool:
-    """Whether a router is started: for several engines, and for one engine if the user configured a router."""
-    shape = section.deployment
-    if section.router is None:
-        return False
-    ports = (shape.router_port, getattr(shape, "backend_port", None))
-    is_several = shape.num_processes > 1 or is_wide(section)
-    return is_several or section.router.is_needed or any(port is not None for port in ports)
-
-
-def is_wide(section: InferenceSection) -> bool:
-    """Whether all nodes form one engine and share its data-parallel ranks."""
-    shape = section.deployment
-    if not isinstance(shape, MultiNode) or not section.enable_expert_parallel:
-        return False
-    return shape.nodes_per_engine == 1 < shape.num_nodes
-
-
 def plan_replicas(
     section: InferenceSection, hosts: Sequence[str], num_replicas: int, *, is_cpu: bool = False
 ) -> EnginesPlan:
@@ -116,7 +98,8 @@ def plan_replicas(
     parts: list[EnginesPlan] = []
     for replica in range(num_replicas):
         first = replica * each
-        own = _with_router_port(section, replica) if has_unguarded_router(section) else section
+        is_at_loopback = section.router is not None and not section.router.requires_key
+        own = _with_router_port(section, replica) if is_at_loopback else section
         plan = plan_engines(own, hosts[first : first + each], is_cpu=is_cpu)
 
         moved = {
