@@ -22,10 +22,11 @@ NEEDS = {
     "doctor": ("bench", "plan"),
     "hubs": ("agents",),
     "plan": ("bench", "python"),
+    "prime": ("vllm",),
     "repair": ("sandbox",),
     "review": ("python", "view"),
     "view": ("python",),
-    "vime": ("megatron", "routers"),
+    "vime": ("megatron", "routers", "vllm"),
     "vllm": ("broadcast",),
 }
 """Add-ons that use others, and go with them."""

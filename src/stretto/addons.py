@@ -21,7 +21,7 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.hubs          hub -> the class that plays `hub:source`, in worker processes only
     stretto.tasksets      what comes before the colon of an id -> a module with is_taskset, missing, look_into, ADAPTER
                           and arguments, of ids that are played in worker processes only
-    stretto.engines       engine -> function of its config and the directory of its model, which serves it
+    stretto.engines       engine -> a `check.engines.Engine`
     stretto.weights       type of [weight_broadcast], and "delta" -> a module with both ends, as transports/weights says
     stretto.families      family of models -> a `families.family.Family`, also of a package of yours
     stretto.networks      trainer.backend -> function of its section that makes a `check.backend.Backend`

@@ -296,6 +296,12 @@ def _check_add_ons(cfg: RunRoot) -> None:
         addons.check("stretto.weights", broadcast.type, f'weight_broadcast.type = "{broadcast.type}"')
     if broadcast is not None and broadcast.delta is not None:
         addons.check("stretto.weights", "delta", "[weight_broadcast.delta]")
+    for name in ("inference", "teacher_inference", ""):
+        section = getattr(cfg, name, None) if name else cfg
+        engine = section.chosen_engine(has_gpu=False) if hasattr(section, "chosen_engine") else "embedded"
+        if engine != "embedded":
+            where = name or "inference"
+            addons.check("stretto.engines", engine, f'[{where}] with engine = "{engine}", or a key that only it has,')
     trainer = getattr(cfg, "trainer", cfg)
     for name in {getattr(trainer, "backend", "fsdp"), *addons.registered("stretto.networks")} - {"fsdp"}:
         if getattr(trainer, "backend", None) == name or getattr(trainer, name, None) is not None:
@@ -310,17 +316,6 @@ def _own_flags(verb: str, words: list[str]) -> list[str]:
 
     for spelling in spellings().values():
         words = spelling.words(verb, words)
-    if verb != "inference":
-        return words
-    from stretto.config.flags.vllm import split_vllm_flags
-    from stretto.config.root import InferenceConfig
-    from stretto.config.section import has_key
-
-    words, extra = split_vllm_flags(words, lambda option: has_key(InferenceConfig, option))
-    if extra:
-        import json
-
-        words = [*words, "--vllm-extra", json.dumps(extra)]
     return words
 
 

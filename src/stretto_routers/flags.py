@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.config.flags.table import Flag, Program, Table, option_of, table_text
+from stretto.config.flags import Flag, Program, Table, option_of, table_text
 from stretto.config.spelling import Spelling
 
 PREFIX = "--router-"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.config.flags.table import option_of
+from stretto.config.flags import option_of
 from stretto.config.rules.batches import is_address
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, refused_by
 from stretto.config.sections.engines import POLICIES, RouterSection, cache_aware_options

@@ -15,13 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
-from stretto import addons
 from stretto.base import process, rundir
 from stretto.base.errors import ConfigError, meant_path
 from stretto.check.backend import Backend, find_backend
 from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
-from stretto.check.vllm_adapters import check_policy_adapter
-from stretto.check.vllm_models import ServedModel
+from stretto.check.engines import all_engines, engine_of
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.distill import TaughtAlgo
 from stretto.config.sections.inference import InferenceSection
@@ -79,7 +77,8 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
         is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
         is_cpu = is_here and not process.visible_gpus() and not cfg.asks_for_gpus
         check_served(cfg.inference, cfg.inference.model or cfg.model.name, is_cpu=is_cpu)
-        check_policy_adapter(cfg, is_cpu=is_cpu or cfg.inference.device == "cpu")
+        for engine in all_engines():
+            engine.check_adapter(cfg, is_cpu=is_cpu or cfg.inference.device == "cpu")
 
 
 def _check_beside_policy(cfg: RLConfig, backend: Backend) -> None:
@@ -406,9 +405,6 @@ def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
 
 
-INSTALL_VLLM = "install vLLM: `pip install 'stretto[vllm]'` on a machine with GPUs, `make vllm` on one without"
-
-
 def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     """Names of the models that a run loads, each with False if it needs only the tokenizer."""
     teacher, trainer = cfg.teacher_inference, cfg.trainer
@@ -434,22 +430,8 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
     here = find_model(name)
     if here is None:
         return
-    model = ServedModel(here.directory, here.text)
-    if section.chosen_engine(has_gpu=not is_cpu, is_own=here.is_own) == "embedded":
-        if not here.is_own:
-            raise ConfigError(
-                f'{name}: inference.engine = "embedded" has no {model.family}; set "vllm", or leave it out'
-            )
-        return
-    addons.check("stretto.engines", "vllm", f"{name}: vLLM")
-    model.check()
-    drafts = section.speculation
-    if drafts is not None and drafts.method == "mtp":
-        model.check_prediction_layers(drafts.num_speculative_tokens)
-    if drafts is not None and drafts.model is not None:
-        model.check_draft_model(drafts, find_model(drafts.model))
-    if is_cpu or section.device == "cpu":
-        model.check_on_cpu()
+    engine = engine_of(section, f"{name}: vLLM", has_gpu=not is_cpu, is_own=here.is_own)
+    engine.check_model(section, here, name, is_cpu=is_cpu or section.device == "cpu")
 
 
 def needs_vllm(section: InferenceSection, name: str) -> bool:
@@ -467,9 +449,12 @@ def foreign_engines(cfg: RLConfig) -> list[str]:
         return []
     here = find_model(name)
     assert here is not None, "needs_vllm has read its config.json"
-    text = f"vLLM, as the embedded engine has no {here.family}; transformers computes it in the trainer (impl = hf)"
+    engine = engine_of(section, f"{name}: vLLM", has_gpu=False, is_own=False)
+    why = f"the embedded engine has no {here.family}; transformers computes it in the trainer (impl = hf)"
     is_here = cfg.slurm is None and cfg.ray is None and cfg.deployment.type == "single_node"
-    return [text] if find_spec("vllm") is not None or not is_here else [f"NOT READY: {text}; {INSTALL_VLLM}"]
+    missing = engine.missing() if is_here else None
+    text = f"{engine.title}, as {why}"
+    return [f"NOT READY: {text}; {missing}" if missing else text]
 
 
 def _unused_keys(model: ModelSection, shape: Shape | None, *, has_replay: bool) -> list[tuple[str, str]]:

@@ -20,13 +20,13 @@ import msgspec
 import torch
 from aiohttp import web
 
-from stretto import addons
 from stretto.base import log
 from stretto.base.errors import ConfigError, StrettoError, WireError
 from stretto.base.process import visible_gpus
 from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
 from stretto.base.status import is_supervised
 from stretto.chat.tokenizer import end_ids
+from stretto.check.engines import EMBEDDED, engine_of
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR, LEAVES_FIRST_VAR
 from stretto.config.sections.inference import SpeculationSection
 from stretto.data.hub_model import fetch
@@ -296,8 +296,9 @@ def main(cfg: InferenceConfig) -> int:
             torch.set_num_threads(cfg.num_threads)
         return asyncio.run(listen(cfg, ScoreServer(cfg, model_directory(cfg))))
     is_own = cfg.model is None or has_own_family(cfg.model)
-    if cfg.chosen_engine(has_gpu=bool(visible_gpus()), is_own=is_own) == "vllm":
-        return addons.load("stretto.engines", "vllm", 'inference.engine = "vllm"')(cfg, model_directory(cfg))
+    engine = engine_of(cfg, has_gpu=bool(visible_gpus()), is_own=is_own)
+    if engine is not EMBEDDED:
+        return engine.serve(cfg, model_directory(cfg))
     keep_freed_memory()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
