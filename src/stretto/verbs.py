@@ -296,12 +296,11 @@ def _check_add_ons(cfg: RunRoot) -> None:
         addons.check("stretto.weights", broadcast.type, f'weight_broadcast.type = "{broadcast.type}"')
     if broadcast is not None and broadcast.delta is not None:
         addons.check("stretto.weights", "delta", "[weight_broadcast.delta]")
-    for name in ("inference", "teacher_inference", ""):
-        section = getattr(cfg, name, None) if name else cfg
-        engine = section.chosen_engine(has_gpu=False) if hasattr(section, "chosen_engine") else "embedded"
+    for served in (cfg, getattr(cfg, "inference", None), getattr(cfg, "teacher_inference", None)):
+        choose = getattr(served, "chosen_engine", None)
+        engine = "embedded" if choose is None else choose(has_gpu=False)
         if engine != "embedded":
-            where = name or "inference"
-            addons.check("stretto.engines", engine, f'[{where}] with engine = "{engine}", or a key that only it has,')
+            addons.check("stretto.engines", engine, f'[inference] engine = "{engine}", or a key that only it has,')
     trainer = getattr(cfg, "trainer", cfg)
     for name in {getattr(trainer, "backend", "fsdp"), *addons.registered("stretto.networks")} - {"fsdp"}:
         if getattr(trainer, "backend", None) == name or getattr(trainer, name, None) is not None:
