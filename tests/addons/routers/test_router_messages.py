@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cases.inference import check_one_line
+from cases.config import complaints
 
 WRONG = {
     "an option the router has not": ("[router.extra]\nqueue_sise = 3", "did you mean --queue-size"),
@@ -51,4 +51,5 @@ WRONG = {
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_section_is_one_line_with_its_place(mistake: str, tmp_path: Path) -> None:
     toml, expected = WRONG[mistake]
-    check_one_line('model = "m"\n' + toml, expected, tmp_path)
+    (line,) = complaints(tmp_path, 'model = "m"\n' + toml, "", "inference")
+    assert expected in line and "c.toml:" in line, line
