@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from stretto.config.flags import option_of
-from stretto.config.rules.batches import is_address
-from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, refused_by
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, is_address, refused_by
 from stretto.config.sections.engines import POLICIES, RouterSection, cache_aware_options
 from stretto.config.sections.inference import InferenceSection
 from stretto_routers.flags import arguments

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.root import OrchestratorConfig, RLConfig
 from stretto.config.rules.learning import GROUP_BASELINE
-from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, matching
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, is_address, matching
 from stretto.config.sections.curriculum import DifficultySampler, RangeGate
 from stretto.config.sections.distill import WITHOUT_BEHAVIOR, WITHOUT_REWARD, ScoredAlgo
 from stretto.config.sections.hooks import ENVIRONMENTS
@@ -53,15 +53,6 @@ def env_names(s: Any, at: At) -> Problems:
 def urls(client: ClientSection) -> list[str]:
     """Every address of the client."""
     return [client.base_url] if isinstance(client.base_url, str) else client.base_url
-
-
-def is_address(url: str) -> bool:
-    """Whether a URL names a scheme, a host and, if any, a valid port."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
 
 
 def engine_addresses(s: ClientSection, at: At) -> Problems:

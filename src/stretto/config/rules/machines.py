@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
-from stretto.config.rules.batches import is_address, urls
-from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, value_of
+from stretto.config.rules.batches import urls
+from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, is_address, value_of
 from stretto.config.sections.inference import InferenceSection
 
 LOOPBACK = "127.0.0.1"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from stretto.base.errors import ConfigError
 from stretto.config.section import Section, show
@@ -91,6 +92,15 @@ def refused_by(check: Callable[..., object], key: Named, *given: Any) -> Problem
         check(*given, key.path)
     except ConfigError as error:
         yield Problem(key, str(error))
+
+
+def is_address(url: str) -> bool:
+    """Whether a URL names a scheme, a host and, if any, a valid port."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def value_of(section: Any, path: str) -> Any:
