@@ -6,16 +6,18 @@ whose options `python -m stretto_vllm.plan.flags` prints in this form.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto.config.flags import Flag, Program, option_of, table_text
 from stretto.config.flags import Table as FlagTable
 from stretto.config.spelling import NO_DEFAULT, Spelling, Table, moved
+
+if TYPE_CHECKING:
+    import argparse
 
 _SAME_IN_VLLM = (
     "served_model_name", "dtype", "max_model_len", "gpu_memory_utilization", "block_size", "max_num_seqs",
@@ -106,11 +108,13 @@ def read_installed() -> FlagTable:
 
 
 def _flags_of(action: argparse.Action) -> list[Flag]:
+    from argparse import BooleanOptionalAction
+
     names = sorted(name for name in action.option_strings if name.startswith("--") and name != "--help")
     negative = {name.replace("--no-", "--", 1): name for name in names if name.startswith("--no-")}
     positive = [name for name in names if name not in negative.values()] or names
     takes = "nothing" if action.nargs == 0 else "values" if action.nargs in ("+", "*") else "value"
-    if isinstance(action, argparse.BooleanOptionalAction):
+    if isinstance(action, BooleanOptionalAction):
         takes = "nothing"
     choices = tuple(str(choice) for choice in action.choices or ())
     return [Flag(name, takes, choices, negative.get(name)) for name in positive]
