@@ -146,12 +146,14 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ("clusters", ["--slurm.partition", "p"], "[slurm] needs the add-on stretto_clusters"),
         ("clusters", ["--ray.address", "auto"], "[ray] needs the add-on stretto_clusters"),
         ("routers", ["--inference.deployment.num-replicas", "2", "--dry-run"], "needs the add-on stretto_routers"),
+        ("vllm", ["--inference.engine", "vllm", "--dry-run"], "needs the add-on stretto_vllm"),
+        ("megatron", ["--trainer.backend", "megatron", "--dry-run"], "needs the add-on stretto_megatron"),
         ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
     ],
 )
 def test_a_config_that_needs_a_missing_add_on_says_so(name: str, flags: list[str], said: str, tmp_path: Path) -> None:
-    source = SCRIPT["copy_without"]([name], tmp_path, PARTS)
+    source = SCRIPT["copy_without"](SCRIPT["with_those_that_need"]([name]), tmp_path, PARTS)
     command = [*(LORA_RUN if name == "service" else RUN), *flags]
     [(code, _, err)] = told(source, command).values()
     assert code == 2 and said in err
