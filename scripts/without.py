@@ -22,10 +22,11 @@ NEEDS = {
     "doctor": ("bench", "plan"),
     "hubs": ("agents",),
     "plan": ("bench", "python", "steering"),
+    "prime": ("vllm",),
     "repair": ("sandbox",),
     "review": ("python", "view", "vime"),
     "view": ("python",),
-    "vime": ("megatron",),
+    "vime": ("megatron", "routers", "vllm"),
     "vllm": ("broadcast",),
 }
 """Add-ons that use others, and go with them."""

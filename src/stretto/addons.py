@@ -25,13 +25,12 @@ wrote at the installation may be older. A distribution with add-ons has a name t
                           and arguments, of ids that are played in worker processes only
     stretto.beside        models beside the policy: run -> a module with open_beside and servers_of, plan -> a
                           `launch.plan.beside.EnginesBeside`, check -> function of a config that refuses wrong files
-    stretto.engines       engine, and "scorer" for reward models -> function of a config and the directory of the
-                          model, which serves it; "embedded.drafts" -> function of [inference.speculation], which
-                          builds a `Drafter`
+    stretto.engines       engine -> a `check.engines.Engine`
+    stretto.inference     drafts -> function of [inference.speculation], which builds the embedded engine's `Drafter`;
+                          scorer -> function of a config and the directory of a reward model, which serves it
     stretto.weights       type of [weight_broadcast], and "delta" -> a module with both ends, as transports/weights says
     stretto.families      family of models -> a `families.family.Family`, also of a package of yours
-    stretto.networks      trainer.backend -> a `trainer.network.NetworkBuilder` that also gets its section; with
-                          ".check" after it, function that refuses what it does not compute
+    stretto.networks      trainer.backend -> function of its section that makes a `check.backend.Backend`
     stretto.valuers       critic -> function of a trainer's config, its policy, mesh and tokens, which builds the
                           `trainer.valuer.Valuer` of [trainer.critic]; with ".check" after it, one that looks at an rl
                           config before the start
@@ -40,8 +39,8 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.kernels       for GPUs: rows -> what builds those of a training step; fp8 -> function of a device; for CPUs:
                           cpu.rows, cpu.attention, cpu.chosen, of a training step, and cpu.cache, of an engine's pass
                           (models/device/kernels.py)
-    stretto.routers       type of [inference.router], and "registrar" -> the module that is run as a process; "list" ->
-                          a `transports.engine.routed.RouterList` of a router's address and the engines' key
+    stretto.routers       type of [inference.router] -> a `launch.plan.routers.Router`; "list" -> a
+                          `transports.engine.routed.RouterList` of a router's address and the engines' key
     stretto.trackers      section of [monitors], and package that it needs -> a `monitors.monitor.Tracker`
     stretto.launchers     section of a config -> a `launch.launchers.Launcher`
     stretto.services      client, trainer -> a module: what asks a training service, and what stands for its trainer

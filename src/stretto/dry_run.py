@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from stretto import addons
 from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError, DataError
+from stretto.check.backend import check_trainer_python, find_backend
 from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, check_user_code
 from stretto.check.devices import check_sft_devices, check_trained_on_cpu
-from stretto.check.megatron import check_refused, check_trainer_python, find_megatron
 from stretto.check.models import (
     check_model,
     check_reward_model,
@@ -71,7 +71,7 @@ Rows = list[tuple[str, str]]
 
 def rl(cfg: RLConfig) -> str:
     """The screen of `rl`."""
-    from stretto.check.routers import check_router
+    from stretto.launch.plan.routers import check_router
     from stretto.launch.plan.table import table
     from stretto.launch.run.rl import plan_only
 
@@ -98,7 +98,7 @@ def rl(cfg: RLConfig) -> str:
 
 
 def _backend(trainer: TrainerKeys, *, needs_gpu: bool) -> Rows:
-    """The Python of the trainer's ranks, if it is another, and what Megatron needs."""
+    """The Python of the trainer's ranks, if it is another, and what the backend needs."""
     try:
         found = check_trainer_python(trainer, needs_gpu=needs_gpu)
     except ConfigError as error:
@@ -162,8 +162,8 @@ def trainer(cfg: TrainerConfig) -> str:
     """The screen of `trainer` alone."""
     if cfg.model.scratch is None and (here := find_model(cfg.model.name)) is not None:
         check_trainable(here, cfg.model.impl, f"[model] name = {cfg.model.name!r}")
-        if (megatron := find_megatron(cfg)) is not None:
-            check_refused(here.family, here.found, cfg.model, megatron)
+        if (backend := find_backend(cfg)) is not None:
+            backend.check(here.family, here.found, cfg.model)
     weights = []
     if cfg.model.scratch is None:
         weights = check_weights(cfg.model.name, "[model] name", cfg.model, is_dry_run=True)

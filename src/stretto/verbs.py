@@ -14,7 +14,7 @@ from stretto.signals import restore_python_signals, unwind_at_signals
 
 TYPE_CHECKING = False  # typing is not imported: a command should start fast
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     from stretto.addons import ConfigVerb
@@ -172,7 +172,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
         return _elsewhere(cfg)
     _let_waiting_threads_sleep()
     from stretto.base.status import SUPERVISED_VAR, wait_for_go
-    from stretto.launch.plan.engines import has_router
+    from stretto.launch.plan.routers import has_router
     from stretto.launch.run.serve import unused_gpus
 
     if SUPERVISED_VAR not in os.environ and (note := unused_gpus(cfg)):
@@ -299,51 +299,52 @@ SECTIONS = (
 
 def _check_add_ons(cfg: RunRoot) -> None:
     """Raises: ConfigError if a section, or a kind of one, needs an add-on that is not installed."""
-    kind = type(cfg).__name__
+    for group, name, needed_by in _needed_add_ons(cfg):
+        addons.check(group, name, needed_by)
+
+
+def _needed_add_ons(cfg: Any) -> Iterator[tuple[str, str, str]]:
+    """Group and name of entry points that a config needs, and what needs them."""
+    is_run = type(cfg).__name__ == "RLConfig"
+    trainer, orchestrator, at = (cfg.trainer, cfg.orchestrator, "trainer.") if is_run else (cfg, cfg, "")
     for path, group, name in SECTIONS:
         room, _, key = path.rpartition(".")
-        holder = getattr(cfg, room) if kind == "RLConfig" and room else cfg
+        holder = getattr(cfg, room) if is_run and room else cfg
         section = getattr(holder, key, None)
         if section is not None and section != type(holder).model_fields[key].default:
-            addons.check(group, name, f"[{path if kind == 'RLConfig' else key}]")
-    broadcast = getattr(cfg, "weight_broadcast", None)
-    if broadcast is not None and broadcast.type not in ("shm", "filesystem"):
-        addons.check("stretto.weights", broadcast.type, f'weight_broadcast.type = "{broadcast.type}"')
-    if broadcast is not None and broadcast.delta is not None:
-        addons.check("stretto.weights", "delta", "[weight_broadcast.delta]")
-    keys, at = (getattr(cfg, "trainer", None), "trainer.") if kind == "RLConfig" else (cfg, "")
-    critic = getattr(keys, "critic", None)
-    for path, optim in ((f"{at}optim", getattr(keys, "optim", None)), (f"{at}critic.optim", critic and critic.optim)):
+            yield group, name, f"[{path if is_run else key}]"
+    if (broadcast := getattr(cfg, "weight_broadcast", None)) is not None:
+        if broadcast.type not in ("shm", "filesystem"):
+            yield "stretto.weights", broadcast.type, f'weight_broadcast.type = "{broadcast.type}"'
+        if broadcast.delta is not None:
+            yield "stretto.weights", "delta", "[weight_broadcast.delta]"
+    for path, holder in ((at, trainer), (f"{at}critic.", getattr(trainer, "critic", None))):
+        optim = getattr(holder, "optim", None)
         if optim is not None and optim.type not in ("adamw", "sgd"):
-            addons.check("stretto.optimizers", optim.type, f'{path}.type = "{optim.type}"')
-    orchestrator = getattr(cfg, "orchestrator", cfg)
+            yield "stretto.optimizers", optim.type, f'{path}optim.type = "{optim.type}"'
+    for name in {getattr(trainer, "backend", "fsdp"), *addons.registered("stretto.networks")} - {"fsdp"}:
+        if getattr(trainer, "backend", None) == name or getattr(trainer, name, None) is not None:
+            yield "stretto.networks", name, f'trainer.backend = "{name}"'
     if getattr(orchestrator, "has_pools", False):
         from stretto.config.sections.curriculum import POOLS
 
-        addons.check("stretto.orchestrator", "curriculum", POOLS)
+        yield "stretto.orchestrator", "curriculum", POOLS
     if getattr(getattr(orchestrator, "concurrency", None), "type", None) == "adaptive":
         from stretto.config.sections.orchestrator import ADAPTIVE
 
-        addons.check("stretto.orchestrator", "concurrency", ADAPTIVE)
+        yield "stretto.orchestrator", "concurrency", ADAPTIVE
+    for served in (cfg, getattr(cfg, "inference", None), getattr(cfg, "teacher_inference", None)):
+        choose = getattr(served, "chosen_engine", None)
+        if choose is not None and (engine := choose(has_gpu=False)) != "embedded":
+            yield "stretto.engines", engine, f'[inference] engine = "{engine}", or a key that only it has,'
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:
-    """The words, in which flags of vLLM and its router have become keys of ours."""
-    from stretto.config.flags.router import rewrite_router_flags
+    """The words, in which flags of other programs have become keys of ours."""
+    from stretto.config.lookup import spellings
 
-    if verb == "rl":
-        return rewrite_router_flags(words, "inference.")
-    if verb != "inference":
-        return words
-    from stretto.config.flags.vllm import split_vllm_flags
-    from stretto.config.root import InferenceConfig
-    from stretto.config.section import has_key
-
-    words, extra = split_vllm_flags(rewrite_router_flags(words, ""), lambda option: has_key(InferenceConfig, option))
-    if extra:
-        import json
-
-        words = [*words, "--vllm-extra", json.dumps(extra)]
+    for spelling in spellings().values():
+        words = spelling.words(verb, words)
     return words
 
 

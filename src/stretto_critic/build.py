@@ -7,7 +7,7 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import load_tokenizer
-from stretto.check.megatron import find_megatron
+from stretto.check.backend import find_backend
 from stretto.config.root import TrainerConfig
 from stretto.data.hub_model import fetch
 from stretto.models import hub
@@ -46,7 +46,7 @@ def build_alone(cfg: TrainerConfig) -> tuple[Critic, Path]:
     if cfg.model.scratch is None:
         policy_size = hub.load_config(fetch(cfg.model.name, has_weights=False)).vocab_size
     _check_vocabulary(critic_size, policy_size or critic_size)
-    return _critic(cfg, network, build_mesh(cfg.model, network.config, find_megatron(cfg))), directory
+    return _critic(cfg, network, build_mesh(cfg.model, network.config, find_backend(cfg))), directory
 
 
 def _load_network(cfg: TrainerConfig, tokens: dict[str, Any]) -> Decoder:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from stretto.base.errors import ConfigError
-from stretto.check.megatron import check_refused, find_megatron
+from stretto.check.backend import find_backend
 from stretto.check.models import check_beside_policy, check_model, find_model
 from stretto.config.root import RLConfig
 
 
 def check(cfg: RLConfig) -> None:
-    """Check its ranks, and with Megatron its model and what it computes again.
+    """Check its ranks, and with another backend its model and what it computes again.
 
     Raises: ConfigError naming the key, and what it does not allow.
     """
-    critic, megatron = cfg.trainer.critic, find_megatron(cfg.trainer)
+    critic, backend = cfg.trainer.critic, find_backend(cfg.trainer)
     assert critic is not None, "the caller has looked"
     if cfg.num_critic_ranks:
         where = "model, of the ranks in trainer.critic.placement"
-        check_model(cfg.model, cfg.num_critic_ranks, where, megatron=megatron)
-    if megatron is None:
+        check_model(cfg.model, cfg.num_critic_ranks, where, backend=backend)
+    if backend is None:
         return
     if critic.load:
-        check_beside_policy("trainer.critic.load", critic.load, cfg, megatron, cfg.num_critic_ranks)
+        check_beside_policy("trainer.critic.load", critic.load, cfg, backend, cfg.num_critic_ranks)
     scratch = cfg.model.scratch
     here = None if scratch is not None else find_model(cfg.model.name)
     family = scratch.family if scratch is not None else here.family if here is not None else None
     if critic.ac is None or family is None:
         return
     try:
-        check_refused(family, {}, cfg.model.model_copy(update={"ac": critic.ac}), megatron)
+        backend.check(family, {}, cfg.model.model_copy(update={"ac": critic.ac}))
     except ConfigError as error:
         raise ConfigError(str(error).replace("[model.ac]", "[trainer.critic.ac]")) from None

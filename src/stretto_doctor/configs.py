@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from stretto.base import rundir
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.check import nodes as node_checks
+from stretto.check.backend import check_trainer_python
 from stretto.check.code import check_sft_records, check_user_code
-from stretto.check.megatron import check_trainer_python
 from stretto.check.models import check_model, check_reward_model, check_served, check_trainable, models_of
 from stretto.check.weights import check_weights_of
 from stretto.config.load import load, names_whole_run

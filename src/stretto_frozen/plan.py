@@ -296,7 +296,7 @@ def _check_reward_model(name: str, section: FrozenModelSection) -> str:
     Raises: ConfigError for one that stretto does not start.
     """
     key = f"models.{name}"
-    addons.check("stretto.engines", "scorer", f"{key}.model = {section.model!r}, a reward model,")
+    addons.check("stretto.inference", "scorer", f"{key}.model = {section.model!r}, a reward model,")
     own = f"start `vllm serve {section.model}` yourself and give its address as {key}.base_url"
     if section.engine == "vllm":
         raise ConfigError(f'{key}.engine = "vllm" does not start a reward model; leave the key out, or {own}')

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.config.spelling import NO_DEFAULT, KeyPath, Nothing, Row, Table, all_same, idle, moved, old, refused, same
-from stretto.config.vllm_names import VLLM_KEYS
 from stretto_prime.run import BROADCAST_TYPES, NO_EXPERIMENTS
+from stretto_vllm.plan.flags import VLLM_KEYS
 
 
 def options(defaults: Mapping[str, Any]) -> tuple[Row, ...]:

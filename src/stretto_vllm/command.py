@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.check.vllm_adapters import DRAFTS, missing_room, num_experts
-from stretto.check.vllm_models import CPU_BLOCK_SIZE, ServedModel
-from stretto.config.flags.table import option_of
-from stretto.config.flags.vllm import VLLM
+from stretto.config.flags import option_of
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
 from stretto.config.sections.model import dtype_on
 from stretto.data.model_file import read_model_file
+from stretto_vllm.plan.adapters import DRAFTS, missing_room, num_experts
+from stretto_vllm.plan.flags import VLLM
+from stretto_vllm.plan.models import CPU_BLOCK_SIZE, ServedModel
 
 CPU_CACHE_TOKENS = 65_536
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING
 from stretto.base import keeper
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.process import visible_gpus
-from stretto.check.devices import check_drafts_of_vllm
-from stretto.check.vllm_adapters import with_policy_adapter
-from stretto.check.vllm_models import ServedModel
-from stretto.config.flags.table import option_of
+from stretto.config.flags import option_of
 from stretto.config.sections.engines import STORE_VARIABLE
 from stretto.config.sections.inference import KEY_VAR
 from stretto_vllm.command import build_command
 from stretto_vllm.install import vision_folder
 from stretto_vllm.peers import HeadlessNode, Peers
+from stretto_vllm.plan import rules
+from stretto_vllm.plan.adapters import with_policy_adapter
+from stretto_vllm.plan.models import ServedModel
 
 if TYPE_CHECKING:
     from stretto.config.root import InferenceConfig
@@ -90,7 +90,7 @@ def check_plugins() -> None:
 
 def check_drafts(section: InferenceSection) -> None:
     """Raises: ConfigError for drafts whose package is missing, or with what vLLM does not return while it drafts."""
-    check_drafts_of_vllm(section, "inference")
+    rules.check_drafts(section, "inference")
     drafts = section.speculation
     if drafts is not None and drafts.method == "suffix" and find_spec("arctic_inference") is None:
         raise ConfigError(

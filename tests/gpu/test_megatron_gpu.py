@@ -31,7 +31,7 @@ def build(kind: str, **shape) -> Learner:
     """kind: own, or Megatron with these overrides as JSON."""
     maker = TorchNetwork
     if kind != "own":
-        from stretto_megatron.limits import build_network
+        from stretto_megatron.checks.limits import build_network
 
         maker = partial(build_network, section=MegatronSection(overrides=json.loads(kind)))
     return Learner(

@@ -75,7 +75,7 @@ def test_what_goes_with_an_add_on_is_there() -> None:
 
 def test_entry_points_lead_to_what_the_core_can_load() -> None:
     groups = {group: values for group, values in PROJECT["entry-points"].items() if group.startswith(addons.PREFIX)}
-    assert len(groups) == 25
+    assert len(groups) == 26
     for group, values in groups.items():
         assert addons.registered(group) == addons.offers(group) == values and f"    {group} " in (addons.__doc__ or "")
         assert set(addons.load_all(group)) == set(values)
@@ -150,6 +150,8 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ("critic", [*PPO, "--dry-run"], "[trainer.critic] needs the add-on stretto_critic, which is not installed"),
         ("optimizers", ["--trainer.optim.type", "muon"], 'trainer.optim.type = "muon" needs the add-on stretto_optim'),
         ("routers", ["--inference.deployment.num-replicas", "2", "--dry-run"], "needs the add-on stretto_routers"),
+        ("vllm", ["--inference.engine", "vllm", "--dry-run"], "needs the add-on stretto_vllm"),
+        ("megatron", ["--trainer.backend", "megatron", "--dry-run"], "needs the add-on stretto_megatron"),
         ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
         ("speculation", ["--inference.speculation.method", "ngram", "--dry-run"], "needs the add-on stretto_specul"),
         (

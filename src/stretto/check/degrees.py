@@ -12,7 +12,6 @@ from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ModelSection, cp_style
-from stretto.config.sections.trainer import MegatronSection
 from stretto.data.model_file import ModelFile
 from stretto.families.table import FAMILIES, VISION_FAMILIES, traits_of
 
@@ -98,7 +97,7 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
     if world_size % (section.cp * section.tp):
         raise ConfigError(
             f"[model] cp = {section.cp} x tp = {section.tp} does not divide the {world_size} trainer ranks; valid "
-            f"products: {_listed(_divisors(world_size))}"
+            f"products: {listed(divisors(world_size))}"
         )
     if section.tp > 1 and (reason := traits_of(shape.family).undivided_heads):
         raise ConfigError(
@@ -113,21 +112,21 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
         )
     number: int = shape.num_state_heads
     if section.cp > 1 and number:
-        _divides("cp", section.cp, number, f"the {number} heads of the gated delta rule ({shape.family})")
+        divides("cp", section.cp, number, f"the {number} heads of the gated delta rule ({shape.family})")
     left = world_size // (section.cp * section.tp)
-    _divides("dp_replicate", section.dp_replicate, left, f"the {left} ranks that cp and tp leave")
+    divides("dp_replicate", section.dp_replicate, left, f"the {left} ranks that cp and tp leave")
     island = left // section.dp_replicate * section.cp
     kv_heads, heads = shape.num_kv_heads, shape.num_heads
-    _divides("tp", section.tp, kv_heads, f"the {kv_heads} key and value heads of this model")
-    _divides("tp", section.tp, shape.intermediate_size, f"intermediate_size = {shape.intermediate_size}")
+    divides("tp", section.tp, kv_heads, f"the {kv_heads} key and value heads of this model")
+    divides("tp", section.tp, shape.intermediate_size, f"intermediate_size = {shape.intermediate_size}")
     if style == "ulysses":
         heads, kv_heads = heads // section.tp, kv_heads // section.tp
-        _divides("cp", section.cp, heads, f'the {heads} query heads of a rank (cp_style = "ulysses")')
+        divides("cp", section.cp, heads, f'the {heads} query heads of a rank (cp_style = "ulysses")')
         if kv_heads % section.cp and section.cp % kv_heads:
-            valid = [n for n in _divisors(heads) if not (kv_heads % n and n % kv_heads)]
+            valid = [n for n in divisors(heads) if not (kv_heads % n and n % kv_heads)]
             raise ConfigError(
                 f"[model] cp = {section.cp} neither divides the {kv_heads} key and value heads of a rank nor is a "
-                f'multiple of them; valid: {_listed(valid)}, or cp_style = "ring"'
+                f'multiple of them; valid: {listed(valid)}, or cp_style = "ring"'
             )
     return Degrees(
         dp_replicate=section.dp_replicate,
@@ -137,87 +136,6 @@ def find_degrees(section: ModelSection, world_size: int, shape: Any) -> Degrees:
         ep=_expert_degree(section, island, shape),
         splits_tokens=section.sequence_parallel and section.tp > 1,
     )
-
-
-def find_megatron_degrees(model: ModelSection, section: MegatronSection, world_size: int, shape: Any) -> Degrees:
-    """The degrees with trainer.backend = "megatron"; what tp, cp and pp leave is dp.
-
-    shape: a Shape, or a model's own config, which has the same fields.
-
-    Raises: ConfigError naming the key, and the values it may have.
-    """
-    cut, stages = model.tp * model.cp * section.pp, "trainer.megatron"
-    if world_size % cut:
-        raise ConfigError(
-            f"[model] tp = {model.tp} x cp = {model.cp} x {stages}.pp = {section.pp} does not divide the {world_size} "
-            f"trainer ranks; valid products: {_listed(_divisors(world_size))}"
-        )
-    if model.dp_replicate > 1:
-        raise ConfigError(
-            f"[model] dp_replicate = {model.dp_replicate}: Megatron has whole weights on each rank that tp, pp and ep "
-            "leave; leave dp_replicate out"
-        )
-    _divides("tp", model.tp, shape.num_kv_heads, f"the {shape.num_kv_heads} key and value heads of this model")
-    _divides("tp", model.tp, shape.intermediate_size, f"intermediate_size = {shape.intermediate_size}")
-    _check_stages(section, shape.num_layers)
-    dp = world_size // cut
-    return Degrees(
-        dp_shard=dp, cp=model.cp, tp=model.tp, ep=_megatron_experts(model, section, dp, shape), pp=section.pp,
-        splits_tokens=model.tp > 1,
-    )  # fmt: skip
-
-
-def _check_stages(section: MegatronSection, num_layers: int) -> None:
-    """Raises: ConfigError for stages that would not have equally many layers, but for those that are given."""
-    key, given = "trainer.megatron", [n for n in (section.first_stage_layers, section.last_stage_layers) if n]
-    if section.pp == 1:
-        if given or section.virtual_stages > 1:
-            raise ConfigError(
-                f"{key}: first_stage_layers, last_stage_layers and virtual_stages are of pipelines, and pp = 1; raise "
-                "pp, or leave them out"
-            )
-        return
-    if not num_layers:
-        return
-    left, others = num_layers - sum(given), section.pp - len(given)
-    if left < others or (left % others if others else left):
-        raise ConfigError(
-            f"{key}.pp = {section.pp}: the {num_layers} layers of this model"
-            + (f", {sum(given)} of them in stages of their own," if given else "")
-            + f" do not make equal stages; valid without first_stage_layers and last_stage_layers: "
-            f"{_listed(_divisors(num_layers))}"
-        )
-    sizes = {*given, *([left // others] if others else [])}
-    if uneven := [size for size in sizes if size % section.virtual_stages]:
-        raise ConfigError(
-            f"{key}.virtual_stages = {section.virtual_stages} does not divide the {uneven[0]} layers of a stage; "
-            f"valid: {_listed(_divisors(math.gcd(*sizes)))}"
-        )
-
-
-def _megatron_experts(model: ModelSection, section: MegatronSection, dp: int, shape: Any) -> int:
-    ranks = dp * model.cp * model.tp
-    if not shape.num_experts:
-        if model.ep not in ("auto", 1) or section.etp > 1:
-            raise ConfigError(
-                f"[model] ep = {model.ep} and trainer.megatron.etp = {section.etp}, but the policy has no experts; "
-                "leave them out"
-            )
-        return 1
-    if ranks % section.etp:
-        raise ConfigError(
-            f"trainer.megatron.etp = {section.etp} does not divide tp x cp x dp = {ranks} ranks; valid: "
-            f"{_listed(_divisors(ranks))}"
-        )
-    valid = [n for n in _divisors(ranks // section.etp) if shape.num_experts % n == 0]
-    if model.ep == "auto":
-        return valid[-1]
-    if model.ep not in valid:
-        raise ConfigError(
-            f"[model] ep = {model.ep} must divide both tp x cp x dp / etp = {ranks // section.etp} ranks and the "
-            f'{shape.num_experts} experts; valid: {_listed(valid)}, or "auto"'
-        )
-    return int(model.ep)
 
 
 def check_vision(section: ModelSection, family: str, *, has_other_tower: bool = False) -> None:
@@ -253,7 +171,7 @@ def find_plain_degrees(section: ModelSection, world_size: int) -> Degrees:
                 f"[model] {key} = {value} cuts {what}, which only modules of our own can; a model of transformers' "
                 f'(impl = "hf") is sharded over all ranks, so leave {key} out'
             )
-    _divides("dp_replicate", section.dp_replicate, world_size, f"the {world_size} trainer ranks")
+    divides("dp_replicate", section.dp_replicate, world_size, f"the {world_size} trainer ranks")
     return Degrees(dp_replicate=section.dp_replicate, dp_shard=world_size // section.dp_replicate)
 
 
@@ -281,7 +199,7 @@ def _expert_degree(section: ModelSection, island: int, shape: Any) -> int:
             raise ConfigError(f"[model] ep = {ep}, but the policy has no experts; leave ep out")
         return 1
     experts = shape.num_experts
-    valid = [n for n in _divisors(folded if section.sequence_parallel else island) if experts % n == 0]
+    valid = [n for n in divisors(folded if section.sequence_parallel else island) if experts % n == 0]
     if ep == "auto":
         return valid[-1]
     if ep not in valid:
@@ -291,19 +209,22 @@ def _expert_degree(section: ModelSection, island: int, shape: Any) -> int:
             more = "; or set sequence_parallel = true, with which ranks of tp have different experts too"
         raise ConfigError(
             f"[model] ep = {ep} must divide both {ranks} ranks and the {experts} experts; "
-            f'valid: {_listed(valid)}, or "auto"{more}'
+            f'valid: {listed(valid)}, or "auto"{more}'
         )
     return int(ep)
 
 
-def _divides(key: str, value: int, number: int, what: str) -> None:
+def divides(key: str, value: int, number: int, what: str) -> None:
+    """Raises: ConfigError if a key of [model] does not divide a number, with those that do."""
     if number % value:
-        raise ConfigError(f"[model] {key} = {value} does not divide {what}; valid: {_listed(_divisors(number))}")
+        raise ConfigError(f"[model] {key} = {value} does not divide {what}; valid: {listed(divisors(number))}")
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """The numbers that divide it, smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _listed(values: Sequence[int]) -> str:
+def listed(values: Sequence[int]) -> str:
+    """Numbers in a sentence."""
     return ", ".join(map(str, values))

@@ -11,16 +11,11 @@ from collections.abc import Collection, Iterator
 from stretto import addons
 from stretto.base import process
 from stretto.base.errors import ConfigError
-from stretto.check.vllm_models import CPU_BLOCK_SIZE
+from stretto.check.engines import EMBEDDED, Fault, engine_of
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules.engine import engine_nodes, undrafted
-from stretto.config.rules.machines import undrafted_sampling
-from stretto.config.rules.rule import below
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection
 
-Fault = tuple[str, str]
-"""A key with its value, below its section, and why a CPU does not do it, with what to do."""
 OFFLOADS = "moves tensors from a GPU's memory into the machine's, and here they are there already; leave it out"
 
 
@@ -57,21 +52,6 @@ def check_sft_devices(cfg: SFTConfig) -> None:
         check_trained_on_cpu(cfg.model, "model", "deployment.num_train_gpus")
 
 
-def check_nodes(section: InferenceSection, path: str) -> None:
-    """Check that engines fit into the nodes of a section that a plan has changed; path: of the section.
-
-    Raises: ConfigError if they do not.
-    """
-    if problems := [*engine_nodes(section, below(section, path))]:
-        raise ConfigError("\n".join(problem.sentence for problem in problems))
-
-
-def check_drafts_of_vllm(section: InferenceSection, path: str) -> None:
-    """Raises: ConfigError if vLLM, the engine of the section at a path, drafts and is to return what it cannot then."""
-    if problems := [*undrafted(section, below(section, path))]:
-        raise ConfigError("\n".join(problem.sentence for problem in problems))
-
-
 def check_drafts(cfg: RLConfig, *, is_on_gpu: bool) -> None:
     """Check what does not go with drafts in the engine that `auto` means for this plan.
 
@@ -82,16 +62,13 @@ def check_drafts(cfg: RLConfig, *, is_on_gpu: bool) -> None:
     engines |= {f"models.{name}": each for name, each in cfg.models.items()}
     for path, each in engines.items():
         if each is not None and each.speculation is not None and each.chosen_engine(has_gpu=is_on_gpu) == "embedded":
-            addons.check("stretto.engines", "embedded.drafts", f"[{path}.speculation] of the embedded engine")
+            addons.check("stretto.inference", "drafts", f"[{path}.speculation] of the embedded engine")
     section = cfg.inference
     if section is None or section.drafting_key is None:
         return
-    is_vllm = section.chosen_engine(has_gpu=is_on_gpu) == "vllm"
-    if is_vllm:
-        check_drafts_of_vllm(section, "inference")
-        if problems := [*undrafted_sampling(cfg, below(cfg, ""))]:
-            raise ConfigError("\n".join(problem.sentence for problem in problems))
-    if cfg.deterministic and (is_vllm or is_on_gpu):
+    engine = engine_of(section, has_gpu=is_on_gpu)
+    engine.check_drafts(section, "inference", cfg)
+    if cfg.deterministic and (engine is not EMBEDDED or is_on_gpu):
         raise ConfigError(
             f"[inference.{section.drafting_key}] with deterministic = true: only the embedded engine on a CPU gives "
             "the same bits with drafts and without; leave one of them out"
@@ -114,11 +91,9 @@ def check_served_on_cpu(section: InferenceSection, prefix: str, counts: str | No
 
     prefix: of its keys, as the user names them. counts: keys that count the GPUs of another machine.
 
-    Raises: ConfigError for a setting of vLLM that its CPU build does not have.
+    Raises: ConfigError for a setting that needs a GPU.
     """
-    if section.chosen_engine(has_gpu=False) != "vllm":
-        return
-    for setting, why in _served_faults(section):
+    for setting, why in engine_of(section, has_gpu=False).faults_on_cpu(section):
         raise ConfigError(f"{prefix}{setting}: {why}. {_where('samples', counts)}")
 
 
@@ -142,27 +117,3 @@ def _trained_faults(model: ModelSection) -> Iterator[Fault]:
             yield f"] {key} = true", OFFLOADS
     if model.ac_offloading is not None:
         yield ".ac_offloading]", OFFLOADS
-
-
-def _served_faults(section: InferenceSection) -> Iterator[Fault]:
-    if section.kv_cache_offload is not None and section.kv_cache_offload.type == "native":
-        yield 'kv_cache_offload.type = "native"', f"vLLM's own offloading {OFFLOADS}"
-    gpu_only = {
-        "enable_eplb": "vLLM moves experts between GPUs only",
-        "enable_dbo": "vLLM overlaps halves of a batch on GPUs only",
-        "use_deep_gemm": "DeepGEMM multiplies on GPUs only",
-        "enable_sleep_mode": 'vLLM has no sleep mode on a CPU, which [colocate] needs too; use engine = "embedded"',
-    }
-    for key, why in gpu_only.items():
-        if getattr(section, key):
-            yield f"{key} = true", f"{why}; leave it out"
-    if section.lora is not None and "experts" in section.lora.target_modules:
-        yield (
-            "lora.target_modules",
-            'on a CPU vLLM serves no adapters of experts; remove `experts`, or use engine = "embedded"',
-        )
-    if section.block_size is not None and section.block_size % CPU_BLOCK_SIZE:
-        yield (
-            f"block_size = {section.block_size}",
-            f"on a CPU vLLM supports multiples of {CPU_BLOCK_SIZE} only; remove it",
-        )

@@ -18,22 +18,13 @@ from typing import Any, get_args
 from stretto import addons
 from stretto.base import process, rundir
 from stretto.base.errors import ConfigError, meant_path
-from stretto.check.degrees import (
-    Shape,
-    check_vision,
-    find_degrees,
-    find_megatron_degrees,
-    find_plain_degrees,
-    read_shape,
-)
-from stretto.check.megatron import check_refused, find_megatron
-from stretto.check.vllm_adapters import check_policy_adapter
-from stretto.check.vllm_models import ServedModel
+from stretto.check.backend import Backend, find_backend
+from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
+from stretto.check.engines import all_engines, engine_of
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import Family, ModelSection, ScratchSection
 from stretto.config.sections.sft import RewardSection
-from stretto.config.sections.trainer import MegatronSection
 from stretto.data.hub_model import find_config, is_hub_name
 from stretto.data.model_file import ModelFile, has_own_family
 from stretto.families.table import FAMILIES, SPARSE_FAMILIES, check_installed
@@ -66,17 +57,17 @@ def find_model(name: str) -> ModelFile | None:
 
 def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
     """Check the model's shape against what trains and serves it. must_exist: as in `check_model`."""
-    trainer = cfg.trainer
+    trainer, backend = cfg.trainer, find_backend(cfg.trainer)
     check_model(
         cfg.model,
         cfg.num_train_ranks,
         "model",
         has_replay=trainer.enable_router_replay,
         must_exist=must_exist,
-        megatron=find_megatron(trainer),
+        backend=backend,
     )
-    if (megatron := find_megatron(trainer)) is not None:
-        _check_references(cfg, megatron)
+    if backend is not None:
+        _check_references(cfg, backend)
     if trainer.critic is not None:
         addons.load("stretto.valuers", "critic.check", "[trainer.critic]")(cfg)
     check_engine_model(cfg)
@@ -86,28 +77,29 @@ def check_shape(cfg: RLConfig, *, must_exist: bool = False) -> None:
         is_here = cfg.deployment.type == "single_node" and cfg.slurm is None and cfg.ray is None
         is_cpu = is_here and not process.visible_gpus() and not cfg.asks_for_gpus
         check_served(cfg.inference, cfg.inference.model or cfg.model.name, is_cpu=is_cpu)
-        check_policy_adapter(cfg, is_cpu=is_cpu or cfg.inference.device == "cpu")
+        for engine in all_engines():
+            engine.check_adapter(cfg, is_cpu=is_cpu or cfg.inference.device == "cpu")
 
 
-def _check_references(cfg: RLConfig, megatron: MegatronSection) -> None:
-    """Check the frozen reference, which Megatron spreads over the ranks of the policy."""
+def _check_references(cfg: RLConfig, backend: Backend) -> None:
+    """Check the frozen reference, which the backend spreads over the ranks of the policy."""
     in_loss, in_reward = cfg.trainer.loss.reference_kl, cfg.trainer.advantages
     if in_loss is not None and in_loss.model:
-        check_beside_policy("trainer.loss.reference_kl.model", in_loss.model, cfg, megatron)
+        check_beside_policy("trainer.loss.reference_kl.model", in_loss.model, cfg, backend)
     if in_reward is not None and in_reward.kl_model:
-        check_beside_policy("trainer.advantages.kl_model", in_reward.kl_model, cfg, megatron)
+        check_beside_policy("trainer.advantages.kl_model", in_reward.kl_model, cfg, backend)
 
 
-def check_beside_policy(path: str, name: str, cfg: RLConfig, megatron: MegatronSection, num_ranks: int = 0) -> None:
-    """Check a model that Megatron computes beside the policy; num_ranks: 0 for those of the policy.
+def check_beside_policy(path: str, name: str, cfg: RLConfig, backend: Backend, num_ranks: int = 0) -> None:
+    """Check a model that the backend computes beside the policy; num_ranks: 0 for those of the policy.
 
     Raises: ConfigError naming its key, path, and what it does not allow.
     """
     if (here := find_model(name)) is None:
         return
     try:
-        check_refused(here.family, here.found, cfg.model, megatron)
-        find_megatron_degrees(cfg.model, megatron, num_ranks or cfg.num_train_ranks, read_shape(here))
+        backend.check(here.family, here.found, cfg.model)
+        backend.degrees(cfg.model, num_ranks or cfg.num_train_ranks, read_shape(here))
     except ConfigError as error:
         raise ConfigError(f"{path} = {name!r}: {error}") from None
 
@@ -119,18 +111,18 @@ def check_model(
     *,
     has_replay: bool = False,
     must_exist: bool = False,
-    megatron: MegatronSection | None = None,
+    backend: Backend | None = None,
 ) -> None:
     """Check parallel degrees and model options against the model; path names its section in messages.
 
     must_exist: refuse a model that is not there, before `--clean` deletes anything; else a warm-up may still make it.
-    megatron: how Megatron trains it; None: our own modules do.
+    backend: what trains it; None: our own modules do.
 
     Raises: ConfigError naming the key, the value and what this model allows.
     """
-    if megatron is not None and (scratch := model.scratch) is not None:
-        check_refused(scratch.family, {}, model, megatron)
-        find_megatron_degrees(model, megatron, num_ranks, _scratch_shape(scratch))
+    if backend is not None and (scratch := model.scratch) is not None:
+        backend.check(scratch.family, {}, model)
+        backend.degrees(model, num_ranks, _scratch_shape(scratch))
     here = None if model.scratch is not None else find_model(model.name)
     if here is None:
         if must_exist and model.scratch is None:
@@ -151,10 +143,10 @@ def check_model(
         is_other = shape is None and here.found.get("vision_config") is not None
         name = "model of text" if shape is None else shape.family
         check_vision(model, here.family if is_other else name, has_other_tower=is_other)
-        if megatron is not None:
-            check_refused(here.family, here.found, model, megatron)
-            assert shape is not None, "Megatron computes only some of our own families"
-            find_megatron_degrees(model, megatron, num_ranks, shape)
+        if backend is not None:
+            backend.check(here.family, here.found, model)
+            assert shape is not None, "it computes only some of our own families"
+            backend.degrees(model, num_ranks, shape)
         elif shape is None:
             find_plain_degrees(model, num_ranks)
         else:
@@ -376,9 +368,6 @@ def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
 
 
-INSTALL_VLLM = "install vLLM: `pip install 'stretto[vllm]'` on a machine with GPUs, `make vllm` on one without"
-
-
 def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     """Names of the models that a run loads, each with False if it needs only the tokenizer."""
     teacher, trainer = cfg.teacher_inference, cfg.trainer
@@ -405,25 +394,9 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
     if here is None:
         return
     if here.is_classifier:
-        addons.check("stretto.engines", "scorer", f"{name}, a reward model,")
-    model = ServedModel(here.directory, here.text)
-    if section.chosen_engine(has_gpu=not is_cpu, is_own=here.is_own) == "embedded":
-        if not here.is_own:
-            raise ConfigError(
-                f'{name}: inference.engine = "embedded" has no {model.family}; set "vllm", or leave it out'
-            )
-        if section.speculation is not None:
-            addons.check("stretto.engines", "embedded.drafts", "[inference.speculation] of the embedded engine")
-        return
-    addons.check("stretto.engines", "vllm", f"{name}: vLLM")
-    model.check()
-    drafts = section.speculation
-    if drafts is not None and drafts.method == "mtp":
-        model.check_prediction_layers(drafts.num_speculative_tokens)
-    if drafts is not None and drafts.model is not None:
-        model.check_draft_model(drafts, find_model(drafts.model))
-    if is_cpu or section.device == "cpu":
-        model.check_on_cpu()
+        addons.check("stretto.inference", "scorer", f"{name}, a reward model,")
+    engine = engine_of(section, f"{name}: vLLM", has_gpu=not is_cpu, is_own=here.is_own)
+    engine.check_model(section, here, name, is_cpu=is_cpu or section.device == "cpu")
 
 
 def needs_vllm(section: InferenceSection, name: str) -> bool:
@@ -441,9 +414,12 @@ def foreign_engines(cfg: RLConfig) -> list[str]:
         return []
     here = find_model(name)
     assert here is not None, "needs_vllm has read its config.json"
-    text = f"vLLM, as the embedded engine has no {here.family}; transformers computes it in the trainer (impl = hf)"
+    engine = engine_of(section, f"{name}: vLLM", has_gpu=False, is_own=False)
+    why = f"the embedded engine has no {here.family}; transformers computes it in the trainer (impl = hf)"
     is_here = cfg.slurm is None and cfg.ray is None and cfg.deployment.type == "single_node"
-    return [text] if find_spec("vllm") is not None or not is_here else [f"NOT READY: {text}; {INSTALL_VLLM}"]
+    missing = engine.missing() if is_here else None
+    text = f"{engine.title}, as {why}"
+    return [f"NOT READY: {text}; {missing}" if missing else text]
 
 
 def _unused_keys(model: ModelSection, shape: Shape | None, *, has_replay: bool) -> list[tuple[str, str]]:

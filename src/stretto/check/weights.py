@@ -111,7 +111,7 @@ def check_writes(cfg: RLConfig | SFTConfig | InferenceConfig | EvalConfig) -> No
     """Raises: ConfigError for a reward model in the place of one that replies, or the other way round."""
     named: dict[str, str | None] = {}
     if isinstance(cfg, InferenceConfig) and cfg.model and is_classifier(cfg.model):
-        addons.check("stretto.engines", "scorer", f"model = {cfg.model!r}, a reward model,")
+        addons.check("stretto.inference", "scorer", f"model = {cfg.model!r}, a reward model,")
     if isinstance(cfg, EvalConfig):
         named["model"] = cfg.model
     if isinstance(cfg, RLConfig):

@@ -1,4 +1,4 @@
-"""The search for what a key in another spelling is: of the frameworks that add-ons know, and of vLLM."""
+"""The search for what a key in another spelling is: of the frameworks that add-ons know."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import cache
 
 from stretto.addons import load_all, wrong
 from stretto.config.spelling import KeyPath, Row, Spelling, Table
-from stretto.config.vllm_names import TABLES as VLLM
 
 GROUP = "stretto.spellings"
 
@@ -24,8 +23,8 @@ def spellings() -> dict[str, Spelling]:
 
 @cache
 def tables() -> tuple[Table, ...]:
-    """The tables of add-ons, and vLLM's names."""
-    return (*(table for spelling in spellings().values() for table in spelling.tables), *VLLM)
+    """The tables of all frameworks."""
+    return tuple(table for spelling in spellings().values() for table in spelling.tables)
 
 
 @cache

@@ -134,3 +134,5 @@ class Spelling:
         lambda root, values, spelled: []
     )
     """What else its values mean together: (class of the root, values in our spelling, how each was written)."""
+    words: Callable[[str, list[str]], list[str]] = lambda verb, words: words
+    """The words after a verb, (verb, words), in which its own flags have become keys."""

@@ -27,6 +27,7 @@ from stretto.base.process import visible_gpus
 from stretto.base.runtime import freeze_objects, keep_freed_memory, raise_file_limit
 from stretto.base.status import is_supervised
 from stretto.chat.tokenizer import end_ids
+from stretto.check.engines import EMBEDDED, engine_of
 from stretto.config.sections.engines import ADMITTED, HOLD_VAR, LEAVES_FIRST_VAR
 from stretto.data.hub_model import fetch
 from stretto.data.model_file import has_own_family, is_classifier
@@ -310,10 +311,11 @@ def main(cfg: InferenceConfig) -> int:
     raise_file_limit()
     cfg = with_address(cfg)
     if cfg.model is not None and is_classifier(cfg.model):
-        return addons.load("stretto.engines", "scorer", f"{cfg.model}, a reward model,")(cfg, model_directory(cfg))
+        return addons.load("stretto.inference", "scorer", f"{cfg.model}, a reward model,")(cfg, model_directory(cfg))
     is_own = cfg.model is None or has_own_family(cfg.model)
-    if cfg.chosen_engine(has_gpu=bool(visible_gpus()), is_own=is_own) == "vllm":
-        return addons.load("stretto.engines", "vllm", 'inference.engine = "vllm"')(cfg, model_directory(cfg))
+    engine = engine_of(cfg, has_gpu=bool(visible_gpus()), is_own=is_own)
+    if engine is not EMBEDDED:
+        return engine.serve(cfg, model_directory(cfg))
     keep_freed_memory()
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
@@ -415,7 +417,7 @@ def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
         torch.set_num_threads(1)  # starting threads takes longer than computing a small product
     drafts = None
     if cfg.speculation is not None:
-        drafts = addons.load("stretto.engines", "embedded.drafts", "[inference.speculation]")(cfg.speculation)
+        drafts = addons.load("stretto.inference", "drafts", "[inference.speculation]")(cfg.speculation)
     settings = CoreSettings(
         max_model_len=cfg.max_model_len,
         kv_cache_tokens=cfg.kv_cache_tokens,

@@ -9,7 +9,7 @@ from pathlib import Path
 from stretto import addons
 from stretto.base.errors import ConfigError
 from stretto.chat.tokenizer import load_tokenizer
-from stretto.check.megatron import find_megatron
+from stretto.check.backend import find_backend
 from stretto.check.models import check_quantize
 from stretto.config.root import TrainerConfig
 from stretto.data.hub_model import fetch
@@ -42,7 +42,7 @@ def build_learner(cfg: TrainerConfig, tokenizer_dir: Path, hooks: TrainerHooks) 
                 f"policy {policy.output_weight.shape[0]}; give a reference of the same family"
             )
     logger.info("%d parameters on %s", sum(p.numel() for p in policy.parameters()), training_device())
-    mesh = build_mesh(cfg.model, policy.config, find_megatron(cfg))
+    mesh = build_mesh(cfg.model, policy.config, find_backend(cfg))
     if cfg.hooks.model is not None and mesh.degrees.ep > 1:
         raise ConfigError(
             f"trainer.hooks.model changes whole layers, and {mesh.degrees.ep} ranks would share the experts of this "
@@ -73,10 +73,8 @@ def find_builder(cfg: TrainerConfig) -> NetworkBuilder:
 
     Raises: ConfigError if it is of an add-on that is not there.
     """
-    if (section := find_megatron(cfg)) is None:
-        return TorchNetwork
-    build = addons.load("stretto.networks", cfg.backend, f'trainer.backend = "{cfg.backend}"')
-    return partial(build, section=section)
+    backend = find_backend(cfg)
+    return TorchNetwork if backend is None else backend.build
 
 
 def token_folder(cfg: TrainerConfig, mesh: Mesh) -> Path:

@@ -14,10 +14,10 @@ from typing import Literal
 
 from stretto.base.errors import ConfigError
 from stretto.check.degrees import find_degrees, read_shape
-from stretto.check.megatron import check_refused, find_python
 from stretto.check.models import check_family, find_model
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import MegatronSection
+from stretto_megatron.backend import Megatron, find_python
 from stretto_vime.flags.flag import Values
 
 BACKEND = "--train-backend"
@@ -62,7 +62,7 @@ def why_not_megatron(flags: Values) -> str | None:
         if (here := find_model(flags.hf_checkpoint)) is not None:
             model = ModelSection(name=flags.hf_checkpoint, cp=flags.context_parallel_size)
             section = MegatronSection(etp=flags.expert_tensor_parallel_size or 1)
-            check_refused(here.family, here.found, model, section)
+            Megatron(section).check(here.family, here.found, model)
     except ConfigError as error:
         return (
             str(error)

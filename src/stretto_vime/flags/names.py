@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 from stretto.config.root import RLConfig
-from stretto.config.vllm_names import VLLM_KEYS
 from stretto_vime.flags.flag import Setting, Values
 from stretto_vime.flags.groups import BY_NAME
+from stretto_vllm.plan.flags import VLLM_KEYS
 
 _ROOTS = "|".join(sorted(RLConfig.model_fields, key=len, reverse=True))
 _VALUE = r' = (?:"[^"]*"|\[[^\]]*\]|(?:[^\s,;:()\]]|:(?=\S))+)'

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from stretto.base.errors import ConfigError
-from stretto.config.flags.table import Flag, Program, Table, option_of
+from stretto.config.flags import Flag, Program, Table, option_of
 from stretto_vime.flags import megatron_parser
 
 SHIPPED = Program("Megatron-LM", Path(__file__).with_name("megatron.json"), {})

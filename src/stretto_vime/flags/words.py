@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.config.flags.router import ROUTER
-from stretto.config.flags.table import Program
-from stretto.config.flags.vllm import VLLM
+from stretto.config.flags import Program
+from stretto_routers.flags import ROUTER
 from stretto_vime.files.read import read_arguments
 from stretto_vime.files.roles import OF_CRITIC, read_roles
 from stretto_vime.flags.flag import Flag, Setting, Values, attribute_of, listed, parse
@@ -19,6 +18,7 @@ from stretto_vime.flags.groups import BY_NAME
 from stretto_vime.flags.groups.serving import MOVED
 from stretto_vime.flags.groups.serving import moved as moved_note
 from stretto_vime.flags.others import SHIPPED, answer, program
+from stretto_vllm.plan.flags import VLLM
 
 PROGRAMS = {"train.py": False, "train_async.py": True}
 """Programs of vime, which may be the first word, with a directory: is training asynchronous?"""

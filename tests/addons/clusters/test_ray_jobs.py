@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
@@ -68,6 +69,7 @@ def test_each_node_claims_what_its_processes_take(tmp_path: Path) -> None:
     assert [bundle.processes for bundle in bundles][:3] == ["orchestrator, trainer x 8", "trainer x 8", "inference"]
 
 
+@needs("routers", "vllm")
 def test_trainer_and_rollout_gpus_add_up(tmp_path: Path) -> None:
     """Trainer 2 x 4, rollouts 8 in engines of 2: 16 GPUs, as vime counts them."""
     words = ["--deployment.gpus-per-node", "4", "--inference.parallel.tp", "2", "--deployment.num-infer-replicas", "1"]
@@ -95,6 +97,7 @@ def test_trainer_and_rollout_gpus_add_up(tmp_path: Path) -> None:
     assert [bundle.claims for bundle in plan_bundles(load(RLConfig, shared))] == [{"CPU": 2, "GPU": 2}]
 
 
+@needs("routers", "vllm")
 def test_sft_and_inference_are_placed_too(tmp_path: Path) -> None:
     (tmp_path / "sft.toml").write_text(SFT + "cpus_per_node = 3\n")
     cfg = load(SFTConfig, ["@", str(tmp_path / "sft.toml"), "--trainer-gpu-ids", "0,1"])
@@ -230,6 +233,7 @@ def test_a_machine_that_cannot_write_the_log_says_so(tmp_path: Path) -> None:
     assert said.startswith(f"cannot write {tmp_path}/gone/node_0.log as user ") and "No such file" in said
 
 
+@needs("routers", "vllm")
 def test_a_dry_run_shows_the_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sft.toml").write_text(SFT)
     words = ["@", str(tmp_path / "sft.toml"), "--output-dir", str(tmp_path), "--dry-run"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.base.secret import load_secret
@@ -92,6 +93,7 @@ nodes_per_engine = 2
 """
 
 
+@needs("routers", "vllm")
 def test_a_frozen_model_larger_than_a_node_has_nodes_of_its_own(tmp_path):
     cfg = config(tmp_path, "--dry-run", text=FROZEN.replace('"b"\nparallel.tp = 8', f'"b"{OVER_NODES}'))
     plan = plan_nodes(cfg, cfg.run_dir)

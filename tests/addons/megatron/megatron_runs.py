@@ -41,7 +41,7 @@ from stretto.trainer.network import TorchNetwork
 from stretto.trainer.ranks import exchange
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.checkpoint import SavedState, Saver, load
-from stretto_megatron.limits import build_network
+from stretto_megatron.checks.limits import build_network
 from stretto_megatron.moments import find_optimizer, write_state
 
 if TYPE_CHECKING:

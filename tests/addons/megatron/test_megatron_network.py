@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from processes.add_ons import is_here
 
-from stretto.check.megatron import MADE
+from stretto_megatron.backend import MADE
 from stretto_megatron.convert import to_megatron
 
 RUNS, ON_CPU = (Path(__file__).with_name(name) for name in ("megatron_runs.py", "on_cpu"))

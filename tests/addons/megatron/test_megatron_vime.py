@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
 from runs import untrained_model
 
 from stretto.base.paths import RunDir
-from stretto.check.megatron import MADE, find_python
+from stretto_megatron.backend import MADE, find_python
 
 ON_CPU = Path(__file__).with_name("on_cpu")
 SOURCE = Path(__file__).parents[3] / "src"

@@ -18,11 +18,10 @@ import pytest
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.ports import address_towards
 from stretto.check.nodes import check_reachable
-from stretto.check.routers import check_router
 from stretto.config.sections.inference import InferenceSection
 from stretto.launch.plan import routers
 from stretto.launch.plan.engines import EnginesPlan, plan_engines, plan_replicas
-from stretto.launch.plan.routers import with_reachable_host
+from stretto.launch.plan.routers import check_router, with_reachable_host
 from stretto_routers import register
 from stretto_routers.register import Registrar, RouterList
 

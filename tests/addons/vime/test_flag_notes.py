@@ -9,8 +9,8 @@ import pytest
 from cases.vime import CONFIG, SPLIT, put_files, put_megatron, words_of
 
 from stretto.base.errors import ConfigError
-from stretto.check.megatron import find_python
 from stretto.config.load import dump
+from stretto_megatron.backend import find_python
 from stretto_vime.flags.command import Command, read_command
 from stretto_vime.flags.groups import BY_NAME
 from stretto_vime.flags.resolved import find

@@ -12,7 +12,7 @@ import pytest
 from cases.vime import SPLIT, put_files, words_of
 
 from stretto.base.errors import ConfigError
-from stretto.config.flags.table import option_of
+from stretto.config.flags import option_of
 from stretto_vime.flags import megatron_parser, others
 from stretto_vime.flags.command import read_command
 from stretto_vime.flags.groups import BY_NAME

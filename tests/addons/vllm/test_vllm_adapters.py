@@ -11,7 +11,6 @@ import torch
 from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
-from stretto.check.vllm_adapters import EXPERT_COUNTS, drafted_tokens, why_merged, with_policy_adapter
 from stretto.config.root import InferenceConfig
 from stretto.config.sections.inference import SERVED_LORA_TARGETS, InferenceSection
 from stretto.config.sections.model import LoRASection, ScratchSection
@@ -21,6 +20,7 @@ from stretto.models.lora import Adapter, attach_adapters, save_adapter
 from stretto_vllm.base import names_in_files
 from stretto_vllm.command import COMPUTES_POLICY, PATCHES_VAR, build_command
 from stretto_vllm.patches.adapters import _without_layers
+from stretto_vllm.plan.adapters import EXPERT_COUNTS, drafted_tokens, why_merged, with_policy_adapter
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LATENT = {"model_type": "deepseek_v3", "n_routed_experts": 8, "kv_lora_rank": 512}

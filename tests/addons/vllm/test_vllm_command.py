@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.config.flags.vllm import VLLM, split_vllm_flags
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig
 from stretto.config.section import has_key
 from stretto.config.sections.inference import InferenceSection
 from stretto_vllm.command import COMPUTES_POLICY, PATCHES_VAR, build_command
 from stretto_vllm.install import cpu_requirements, link_rdma_library
+from stretto_vllm.plan.flags import VLLM, split_vllm_flags
 from stretto_vllm.worker import num_workers, worker_index
 
 
@@ -307,7 +307,8 @@ def test_the_table_is_that_of_the_installed_vllm():
     import subprocess
     import sys
 
-    made = subprocess.run([sys.executable, "-m", "stretto_vllm.flags"], capture_output=True, check=True, timeout=300)
+    words = [sys.executable, "-m", "stretto_vllm.plan.flags"]
+    made = subprocess.run(words, capture_output=True, check=True, timeout=300)
     shipped = VLLM.file.read_bytes()
     assert json.loads(made.stdout) == json.loads(shipped)
 

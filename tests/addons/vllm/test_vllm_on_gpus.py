@@ -26,8 +26,6 @@ from processes.add_ons import needs
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.chat.tokenizer import build_letters_tokenizer
-from stretto.check.vllm_adapters import with_policy_adapter
-from stretto.check.vllm_models import ServedModel
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.data.hub_model import find_config
@@ -38,6 +36,8 @@ from stretto.launch.run.rl import plan_only
 from stretto.verbs import _own_flags
 from stretto_vllm.command import build_command
 from stretto_vllm.install import vision_folder
+from stretto_vllm.plan.adapters import with_policy_adapter
+from stretto_vllm.plan.models import ServedModel
 
 pytest.importorskip("stretto_plan")
 from cases.real_models import CONFIGS, fill_cache

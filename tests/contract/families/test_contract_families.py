@@ -147,7 +147,7 @@ class Allowed(subprocess.Popen):
     def __init__(self, words: list[str], **options: object) -> None:
         at = words.index("stretto")
         code = (
-            "from stretto.check.vllm_models import ServedModel\n"
+            "from stretto_vllm.plan.models import ServedModel\n"
             "ServedModel.check_on_cpu = lambda self: None\n"
             "import sys\n"
             "from stretto.cli import main\n"

@@ -25,14 +25,14 @@ from servers import logprobs_of, save, scratch, serve, stop
 from waiting import until
 
 from stretto.base.errors import EngineError
-from stretto.check.routers import DYNAMO
 from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
+from stretto_routers.kinds import MADE
 
 PROMPT = np.arange(20, 50, dtype=np.int32)
 needs_router = pytest.mark.skipif(find_spec("vllm_router") is None, reason="vllm-router is not installed")
 needs_dynamo = pytest.mark.skipif(
-    not (Path(sys.prefix) / DYNAMO).exists(), reason="Dynamo is not installed: `make dynamo`"
+    not (Path(sys.prefix) / MADE).exists(), reason="Dynamo is not installed: `make dynamo`"
 )
 
 

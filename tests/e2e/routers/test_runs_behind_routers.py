@@ -17,9 +17,9 @@ from ports import free_port
 from runs import merged, rl, start_rl, until, wait
 
 from stretto.base.paths import RunDir
-from stretto.check.routers import DYNAMO
 from stretto.ledger.audit import audit
 from stretto.monitors.file import read_metrics
+from stretto_routers.kinds import MADE
 
 pytestmark = pytest.mark.slow
 RUN = {
@@ -98,7 +98,7 @@ def _answers(router: str) -> bool:
     return False
 
 
-@pytest.mark.skipif(not (Path(sys.prefix) / DYNAMO).exists(), reason="Dynamo is not installed: `make dynamo`")
+@pytest.mark.skipif(not (Path(sys.prefix) / MADE).exists(), reason="Dynamo is not installed: `make dynamo`")
 @pytest.mark.parametrize("policy", ["kv", "session_affinity"])
 def test_a_run_behind_dynamo_trains_on_exact_tokens(policy: str, sorter: Path, tmp_path: Path) -> None:
     more = {"model": {"name": str(sorter)}, "inference": {"router": {"type": "dynamo", "policy": policy}}}

@@ -749,6 +749,7 @@ def test_steps_of_the_critic_alone_leave_a_schedule_less_room(tmp_path: Path) ->
     assert load(RLConfig, ["@", str(tmp_path / "c.toml"), "--trainer.critic.num-critic-only-steps", "3"])
 
 
+@needs("vllm")
 @pytest.mark.parametrize(
     "flags", ["--inference.vllm-extra.seed 2 --inference.seed 4", "--inference.port 9000 --inference.server.port 9001"]
 )

@@ -38,13 +38,14 @@ VLLM = ("--inference.engine", "vllm")
             ("--deployment.num-infer-gpus", "4", "--inference.parallel.tp", "8"),
             "deployment.num_infer_gpus gives 4 GPUs and inference takes tp 8 = 8, so 4 are missing; give 8, or lower",
         ),
-        (
+        pytest.param(
             (
                 *("--inference-gpu-ids", "0,1,2", "--inference.parallel.tp", "2"),
                 *("--inference.vllm-extra", '{"pipeline_parallel_size": 2}'),
                 *("--inference.deployment.num-replicas", "2"),
             ),
             "inference_gpu_ids gives 3 GPUs and inference takes tp 2 x pp 2 x 2 engines = 8, so 5 are missing",
+            marks=needs("vllm"),
         ),
         (
             (
@@ -60,24 +61,28 @@ VLLM = ("--inference.engine", "vllm")
             ),
             "inference takes tp 1 = 1, so 1 would be idle; give 1, set inference.deployment.num_replicas = 2",
         ),
-        (
+        pytest.param(
             (
                 *("--deployment.type", "multi_node", "--inference.parallel.tp", "16"),
                 *("--weight-broadcast.type", "collective"),
             ),
             "inference.parallel: tp 16 = 16 GPUs, and a node has deployment.gpus_per_node = 8",
+            marks=needs("vllm"),
         ),
-        (
+        pytest.param(
             ("--inference.vllm-extra.headless", "true"),
             "inference.vllm_extra.headless = true is a process without a server",
+            marks=needs("vllm"),
         ),
-        (
+        pytest.param(
             ("--inference.vllm-extra", '{"logprobs_mode": "raw_logprobs"}'),
             "inference.vllm_extra.logprobs_mode is not yours to set",
+            marks=needs("vllm"),
         ),
-        (
+        pytest.param(
             ("--inference.gpu-memory-utilization", "0.5", "--inference.vllm-extra", '{"gpu_memory_utilization": 0.7}'),
             "gpu-memory-utilization = 0.5 but --inference.vllm-extra.gpu_memory_utilization = 0.7; give it once",
+            marks=needs("vllm"),
         ),
     ],
 )
@@ -99,6 +104,7 @@ def test_gpus_that_are_as_many_as_engines_take_are_taken(words):
     rl(*words)
 
 
+@needs("vllm")
 def test_an_option_of_vllm_that_has_a_key_is_that_key():
     cfg = load(
         InferenceConfig,

@@ -52,7 +52,6 @@ own.__path__.append(sys.argv[1])
 from stretto.base.errors import ConfigError
 from stretto.check.degrees import Shape, find_degrees
 from stretto.families.table import FAMILIES
-from stretto.check.vllm_models import ServedModel
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.families.table import FAMILIES, traits_of
 from stretto.models.config import scratch_config
@@ -72,9 +71,12 @@ assert scratch_config(section, 97).family == "made_up"
 shape = Shape(4, 2, 64, family="made_up")
 assert "a made_up is made up" in message(find_degrees, ModelSection(tp=2), 2, shape)
 assert "cannot cut its unreal layers (made_up)" in message(find_degrees, ModelSection(cp=2), 2, shape)
-served = ServedModel(Path("there"), {"model_type": "made_up_too", "head_dim": 64})
-assert served.family == "made_up" and "on a CPU vLLM knows no such thing" in message(served.check_on_cpu)
 assert traits_of("made_up").renderer == "qwen3" and traits_of("made_up_too").renderer is None
+if find_spec("stretto_vllm"):
+    from stretto_vllm.plan.models import ServedModel
+
+    served = ServedModel(Path("there"), {"model_type": "made_up_too", "head_dim": 64})
+    assert served.family == "made_up" and "on a CPU vLLM knows no such thing" in message(served.check_on_cpu)
 if find_spec("stretto_vime"):
     from stretto_vime.flags import mixture
     from stretto_vime.flags.shape import _has_qk_norm

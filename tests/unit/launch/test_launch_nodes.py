@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.check.nodes import find_node_rank
 from stretto.config.load import load
@@ -75,6 +76,7 @@ def test_the_example_of_the_documents_has_eighteen_inference_nodes_and_three_rou
     assert plan.config.weight_broadcast.host == "node-0"
 
 
+@needs("routers", "vllm")
 def test_ranks_meet_at_the_first_node_and_see_one_gpu_each(tmp_path):
     cfg = config(tmp_path, "--dry-run")
     [spec] = [spec for spec in plan_nodes(cfg, cfg.run_dir).processes if spec.name == "trainer_13"]
@@ -90,6 +92,7 @@ def test_ranks_meet_at_the_first_node_and_see_one_gpu_each(tmp_path):
     assert wanted.items() <= spec.env.items()
 
 
+@needs("routers", "vllm")
 def test_each_engine_process_has_its_own_config_and_listens_at_its_address(tmp_path):
     cfg = config(tmp_path, "--dry-run")
     plan = plan_nodes(cfg, cfg.run_dir)
@@ -107,6 +110,7 @@ def test_each_engine_process_has_its_own_config_and_listens_at_its_address(tmp_p
     assert [p["node"] for p in written["processes"] if p["name"] == "router_1"] == [10]
 
 
+@needs("routers", "vllm")
 def test_wide_expert_parallelism_gives_each_node_its_ranks(tmp_path):
     text = TOML.partition("[deployment]")[0] + (
         '[deployment]\ntype = "multi_node"\n[inference]\nenable_expert_parallel = true\n'
@@ -133,6 +137,7 @@ def test_one_engine_per_replica_needs_no_router(tmp_path):
     assert not any(spec.role == "router" for spec in plan.processes)
 
 
+@needs("routers", "vllm")
 def test_given_ports_and_hosts_are_kept(tmp_path):
     words = ("--control.host", "10.9.9.9", "--weight-broadcast.port", "3333", "--inference.server.host", "0.0.0.0")
     cfg = config(tmp_path, "--dry-run", *words)

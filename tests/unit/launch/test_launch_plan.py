@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cases.plans import TOML, config_builder, isolate
-from processes.add_ons import is_here
+from processes.add_ons import is_here, needs
 
 from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError
@@ -139,6 +139,7 @@ def test_a_divergence_that_holds_nothing_is_said(config) -> None:
     assert not any("low_var" in note for note in unbiased.notes)
 
 
+@needs("vllm")
 def test_a_deterministic_run_drafts_in_the_embedded_engine_only(config) -> None:
     keys = ["--deterministic", "--inference.speculation.method", "ngram"]
     if is_here("speculation"):
@@ -147,6 +148,7 @@ def test_a_deterministic_run_drafts_in_the_embedded_engine_only(config) -> None:
         planned(config(*keys, "--inference.engine", "vllm"))
 
 
+@needs("vllm")
 def test_drafts_that_do_not_follow_the_policy_are_said(config) -> None:
     keys = ["--inference.engine", "vllm", "--inference.speculation.method"]
     mtp, eagle, ngram = (
@@ -158,12 +160,14 @@ def test_drafts_that_do_not_follow_the_policy_are_said(config) -> None:
     assert "is not trained with" not in ngram
 
 
+@needs("vllm")
 def test_vllm_does_not_draft_with_min_p(config) -> None:
     with pytest.raises(ConfigError, match="vLLM does not sample with it while it drafts"):
         config("--inference.engine", "vllm", "--inference.speculation.method", "ngram",
                "--orchestrator.eval.sampling.min-p", "0.1")  # fmt: skip
 
 
+@needs("vllm")
 @pytest.mark.parametrize(
     "drafts",
     [
@@ -182,6 +186,7 @@ def test_what_drafts_ask_of_vllm_holds_where_the_engine_is_chosen_by_a_key(confi
         planned(config(*drafts, "--deterministic"))
 
 
+@needs("vllm")
 def test_what_drafts_ask_of_vllm_holds_where_a_gpu_makes_it_the_engine(config, monkeypatch) -> None:
     monkeypatch.setattr("stretto.config.sections.inference.find_spec", lambda name: name)
     masks = config("--inference.speculation.method", "ngram", "--inference.enable-return-sampling-mask")
@@ -196,6 +201,7 @@ def test_what_drafts_ask_of_vllm_holds_where_a_gpu_makes_it_the_engine(config, m
         check_drafts(likely, is_on_gpu=True)
 
 
+@needs("vllm")
 def test_what_vllm_cannot_fix_is_said_with_its_own_switch(config) -> None:
     keys = ["--deterministic", "--inference.engine", "vllm"]
     word = "VLLM_BATCH_INVARIANT"
@@ -252,6 +258,7 @@ def test_a_plan_says_whether_what_samples_begin_with_is_computed_once(config) ->
     assert not said("--model.shared-prefixes", "off") and not said("--model.shared-prefixes", "prompts")
 
 
+@needs("vllm")
 def test_what_an_adapter_loses_in_bfloat16_is_said_where_it_is_merged(config, tmp_path) -> None:
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "config.json").write_text('{"model_type": "qwen3"}')
@@ -747,6 +754,7 @@ def test_engines_that_need_more_gpus_than_there_are_are_refused(config, monkeypa
         planned(config(*words))
 
 
+@needs("routers")
 def test_one_engine_has_a_router_if_one_is_configured(config) -> None:
     plan = planned(config("--inference.router.policy", "round_robin"))
     assert [spec.name for spec in plan.processes] == ["inference", "router", "orchestrator", "trainer"]
@@ -760,6 +768,7 @@ def test_one_engine_has_a_router_if_one_is_configured(config) -> None:
     assert [spec.name for spec in planned(config()).processes] == ["inference", "orchestrator", "trainer"]
 
 
+@needs("routers")
 @pytest.mark.parametrize("replicas", ["1", "2"])
 def test_a_remote_router_works_with_local_engines(config, replicas) -> None:
     words = ("--inference.router.address", "http://10.0.0.9:3000", "--inference.deployment.num-replicas", replicas)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
@@ -22,6 +23,7 @@ def config(tmp_path, *words: str) -> InferenceConfig:
     return load(InferenceConfig, ["--model", "m", "--output-dir", str(tmp_path), *words])
 
 
+@needs("routers")
 def test_replicas_and_a_router_of_one_machine(tmp_path):
     cfg = config(tmp_path, "--deployment.num-replicas", "2")
     plan = plan_serving(cfg, cfg.run_dir)
@@ -36,6 +38,7 @@ def test_replicas_and_a_router_of_one_machine(tmp_path):
     assert own.server.port == 8101 and own.deployment.num_processes == 1
 
 
+@needs("routers", "vllm")
 def test_hosts_are_needed_except_in_a_dry_run(tmp_path, capsys):
     shape = ("--deployment.type", "multi_node", "--deployment.num-nodes", "2", "--parallel.tp", "2")
     with pytest.raises(ConfigError, match="give their addresses with --hosts"):
@@ -48,6 +51,7 @@ def test_hosts_are_needed_except_in_a_dry_run(tmp_path, capsys):
         plan_serving(config(tmp_path, *shape, "--hosts", "a"), config(tmp_path).run_dir)
 
 
+@needs("vllm")
 def test_one_engine_is_served_in_this_process_with_its_cache_connector(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     words = ("--kv-cache-offload.type", "native", "--kv-cache-offload.cpu.num-bytes", "1000")
@@ -58,6 +62,7 @@ def test_one_engine_is_served_in_this_process_with_its_cache_connector(tmp_path,
     assert connector["kv_connector_extra_config"] == {"cpu_bytes_to_use": 1000}
 
 
+@needs("vllm")
 def test_a_cache_store_is_started_even_for_one_engine(tmp_path):
     words = ("--kv-cache-offload.type", "mooncake", "--kv-cache-offload.cpu.num-bytes", "1000")
     cfg = config(tmp_path, *words, "--kv-cache-offload.disk.path", "/scratch/kv")
@@ -70,6 +75,7 @@ def test_a_cache_store_is_started_even_for_one_engine(tmp_path):
     assert part.env["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] == "/scratch/kv"
 
 
+@needs("routers")
 def test_engines_get_only_the_visible_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     cfg = config(tmp_path, "--deployment.num-replicas", "2", "--parallel.tp", "2")
@@ -80,6 +86,7 @@ def test_engines_get_only_the_visible_gpus(tmp_path, monkeypatch):
         plan_serving(cfg, cfg.run_dir)
 
 
+@needs("routers")
 def test_a_router_port_gives_even_a_single_engine_a_router(tmp_path):
     cfg = config(tmp_path, "--deployment.router-port", "9000")
     plan = plan_serving(cfg, cfg.run_dir)

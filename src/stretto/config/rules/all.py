@@ -11,9 +11,8 @@ from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.rules import batches, engine, learning, machines, megatron, model, run
 from stretto.config.rules.rule import At, Problem, Problems, Rule, Rules, below, of_part, walk
 from stretto.config.section import Section
-from stretto.config.sections.engines import RouterSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
-from stretto.config.sections.trainer import AdamWOptim, TrainerKeys, TrainerSection
+from stretto.config.sections.trainer import AdamWOptim, TrainerSection
 
 GROUP = "stretto.rules"
 TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines, megatron))
@@ -24,8 +23,6 @@ DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (RLConfig, machines.changes_within_a_machine),
     (SFTConfig, run.budget_saves),
     (AdamWOptim, learning.high_rate),
-    (RouterSection, engine.stand_in_router),
-    (TrainerKeys, megatron.section_is_off),
 )
 
 

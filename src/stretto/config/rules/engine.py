@@ -1,45 +1,15 @@
-"""Rules of [inference]: features of engines, sizes, options of vLLM and of the router."""
+"""Rules of [inference]: what any engine has, its sizes and drafts. Rules of other engines are of their add-ons."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
-
-from stretto.base.errors import ConfigError
-from stretto.config.flags.router import arguments as router_arguments
-from stretto.config.flags.table import option_of
-from stretto.config.flags.vllm import VLLM
 from stretto.config.root import InferenceConfig
-from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, is_address, value_of
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle
 from stretto.config.section import show
-from stretto.config.sections.engines import (
-    POLICIES,
-    Disaggregated,
-    EngineGroup,
-    EngineGroups,
-    MultiNode,
-    RouterSection,
-    cache_aware_options,
-)
-from stretto.config.sections.inference import GROUP_KEYS, SPECULATIVE, InferenceSection, misfit
-from stretto.config.vllm_names import VLLM_KEYS
+from stretto.config.sections.engines import EngineGroups
+from stretto.config.sections.inference import GROUP_KEYS, InferenceSection, misfit
 
-PLANNED = (
-    "data_parallel_size_local", "data_parallel_start_rank", "data_parallel_rank", "data_parallel_address",
-    "data_parallel_rpc_port", "data_parallel_hybrid_lb", "data_parallel_external_lb",
-    "data_parallel_multi_port_external_lb", "headless", "nnodes", "node_rank", "master_addr", "master_port",
-)  # fmt: skip
-"""Options of vLLM that say which part of an engine a process is; the plan sets them for several engines."""
-PLANNED_FOR_DYNAMO = (
-    "http-host", "http-port", "router-mode", "router-session-affinity-ttl-secs", "router-kv-events",
-    "discovery-backend", "request-plane", "event-plane", "model-name", "model-path", "namespace", "interactive",
-    "kserve-grpc-server",
-)  # fmt: skip
-"""Options of Dynamo's frontend that follow from the plan or from `policy`."""
 MAX_LOOKUP = 16
 """Equal tokens for which the embedded engine can look."""
-Refusal = Callable[[str], str | None]
-"""From the name of an option of vLLM's to why it cannot be set; None if it can."""
 
 
 def served_model(s: InferenceConfig, at: At) -> Problems:
@@ -56,140 +26,26 @@ def vllm_only(s: InferenceSection, at: At) -> Problems:
         yield Problem((key, at("engine")), f"{key.path} = {show(value)}: {rule}")
 
 
-def features(s: InferenceSection, at: At) -> Problems:
-    """Features of engines that do not go with a deployment, a cache or a router."""
-    router, kind = at("router"), at("deployment.type")
-    if s.deployment.type == "disaggregated" and s.router is None:
-        what = "has several engines, and only a router can tell which one reads and which one writes; keep the router"
-        yield Problem((router, kind), f"{kind} {what}")
-    if s.deployment.type == "multi_node" and s.router is None:
-        what = "has several engines, and clients need one address; keep the router"
-        yield Problem((router, kind), f"{kind} {what}")
-    experts, cache = at("enable_return_routed_experts"), at("kv_cache_offload")
-    if s.enable_return_routed_experts and s.kv_cache_offload is not None:
-        what = "a cache that comes back from memory or disk comes without its experts; drop one of the two"
-        yield Problem((experts, cache), f"{experts} with {cache.path}: {what}")
-    if s.enable_return_routed_experts and s.deployment.type == "disaggregated":
-        what = "the engine that writes a reply never saw the experts of its prompt; drop one of the two"
-        yield Problem((experts, kind), f"{experts} with {kind}: {what}")
-    reads, writes = at("deployment.prefill_port"), at("deployment.decode_port")
-    if getattr(s.deployment, "is_local", False) and reads.held == writes.held:
-        yield Problem((reads, writes), f"{reads.path} = {writes}: give each its own")
-
-
-# -- options of vLLM --
-
-
-def refused_options(
-    at: At, path: str, options: Mapping[str, Any], keys: Mapping[str, str], refuse: Refusal
-) -> Problems:
-    """Options of vLLM that are unknown, reserved, keys of ours, or set by the deployment.
-
-    path: of the table of options; keys: our keys by the option's name.
-    """
-    for option, value in options.items():
-        own, name = at(f"{path}.{option}"), option_of(option).removeprefix("--").replace("-", "_")
-        if option_of(option) in VLLM.reserved:
-            yield from _refused(VLLM.refuse_reserved, own, option)
-        elif name in keys:
-            yield Problem(own, f"{own.path}: the key is {at(keys[name]).path}; give it there")
-        elif reason := refuse(name):
-            yield Problem((own, at("deployment.type")), f"{own} {reason}; leave it out")
-        else:
-            yield from _refused(VLLM.arguments, own, option, value)
-
-
-def _refused(check: Callable[..., object], key: Named, *given: Any) -> Problems:
-    """The error of a check that takes the path last, as a problem at that path."""
-    try:
-        check(*given, key.path)
-    except ConfigError as error:
-        yield Problem(key, str(error))
-
-
-def vllm_options(s: InferenceSection, at: At) -> Problems:
-    """Options for all engines."""
-    shape = s.deployment
-
-    def refuse(name: str) -> str | None:
-        if name in PLANNED and max(shape.num_processes, shape.num_nodes) > 1:
-            return "follows from inference.deployment where there are several engines or nodes"
-        if name == "kv_transfer_config" and shape.type == "disaggregated":
-            return "is set by stretto: caches of a disaggregated deployment travel by NIXL"
-        return second_draft(name, at)
-
-    yield from refused_options(at, "vllm_extra", s.vllm_extra, VLLM_KEYS, refuse)
+def no_router(s: InferenceSection, at: At) -> Problems:
+    """Only a router has a router's port."""
+    if s.router is None:
+        yield from idle(at, "deployment.router_port", "router", why="there is no router")
 
 
 # -- drafts --
 
 
-def second_draft(name: str, at: At) -> str | None:
-    """Why an option of vLLM's that says how to draft cannot be set; None if it can, and for other options."""
-    is_second = name in SPECULATIVE and at.section.speculation is not None
-    return f"says how to draft, and so does {at('speculation').path}" if is_second else None
-
-
 def drafts(s: InferenceSection, at: At) -> Problems:
-    """Keys of [inference.speculation] that its method has, and one place that says how to draft."""
-    section, path = s.speculation, "speculation"
+    """How many equal tokens are looked for."""
+    section = s.speculation
     if section is None:
         return
-    method, low, high = at(f"{path}.method"), at(f"{path}.prompt_lookup_min"), at(f"{path}.prompt_lookup_max")
-    if section.method not in ("ngram", "suffix"):
-        yield from idle(at, _LOOKUP, f"{path}.method", why="it does not copy")
-    elif (section.prompt_lookup_min or 0) > (section.prompt_lookup_max or section.prompt_lookup_min or 0):
+    low, high = at("speculation.prompt_lookup_min"), at("speculation.prompt_lookup_max")
+    if section.method in ("ngram", "suffix") and (low.held or 0) > (high.held or low.held or 0):
         yield Problem((low, high), f"{low} is above {high}; lower it")
-    if section.method != "suffix":
-        yield from idle(at, [f"{path}.{key}" for key in _OF_SUFFIX], f"{path}.method", why="it has no tree of replies")
-    if section.method in ("eagle", "eagle3") and section.model is None:
-        yield Problem(
-            (method, at(f"{path}.model")), f"{method} drafts with a model of its own; give {at(f'{path}.model').path}"
-        )
-    elif section.method not in ("eagle", "eagle3"):
-        names = [f"{path}.model", f"{path}.draft_tensor_parallel_size"]
-        yield from idle(at, names, f"{path}.method", why="it has no draft model")
-    size, tp = at(f"{path}.draft_tensor_parallel_size"), at("parallel.tp")
-    if section.draft_tensor_parallel_size not in (None, 1, s.parallel.tp):
-        yield Problem((size, tp), f"{size} must be 1 or {tp}")
-    if s.chosen_engine(has_gpu=False) == "embedded":
-        for key in (low, high):
-            if (key.held or 0) > MAX_LOOKUP:
-                yield Problem(key, f"{key}: the embedded engine looks for at most {MAX_LOOKUP} equal tokens; lower it")
-    elif section.method == "suffix":
-        yield from idle(at, _LOOKUP, f"{path}.method", why="vLLM's suffix tree has keys of its own, suffix_decoding_*")
-
-
-def drafts_of_vllm(s: InferenceSection, at: At) -> Problems:
-    """What vLLM does not return while it drafts, wherever it is known to be the engine."""
-    if s.chosen_engine(has_gpu=False) == "vllm":
-        yield from undrafted(s, at)
-
-
-def undrafted(s: InferenceSection, at: At) -> Problems:
-    """What vLLM does not return while it drafts."""
-    for name in ("enable_return_routed_experts", "enable_return_sampling_mask"):
-        if s.drafting_key is not None and getattr(s, name):
-            key, drafting = at(name), at(s.drafting_key)
-            what = "what vLLM returns for a token that was drafted has not been checked; leave one of them out"
-            yield Problem((key, drafting), f"{key} with {drafting.path}: {what}")
-
-
-_LOOKUP = ("speculation.prompt_lookup_min", "speculation.prompt_lookup_max")
-_OF_SUFFIX = (
-    "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
-)  # fmt: skip
-
-
-def side_options(s: InferenceSection, at: At) -> Problems:
-    """Options of one side of a disaggregated deployment, in which the sides may differ."""
-    is_same = lambda name: "." in VLLM_KEYS.get(name, "") or name in (*PLANNED, "kv_transfer_config")
-    rule = "is the same on both sides, or follows from the deployment"
-    refuse = lambda name: rule if is_same(name) else second_draft(name, at)
-    for side in ("prefill", "decode") if s.deployment.type == "disaggregated" else ():
-        path, keys = f"deployment.{side}_vllm_overrides", {"tensor_parallel_size": f"deployment.{side}_tp"}
-        yield from refused_options(at, path, value_of(s, path), keys, refuse)
+    for key in (low, high) if s.chosen_engine(has_gpu=False) == "embedded" else ():
+        if (key.held or 0) > MAX_LOOKUP:
+            yield Problem(key, f"{key}: the embedded engine looks for at most {MAX_LOOKUP} equal tokens; lower it")
 
 
 def group_options(s: InferenceSection, at: At) -> Problems:
@@ -201,20 +57,11 @@ def group_options(s: InferenceSection, at: At) -> Problems:
         key = at("deployment.groups")
         yield Problem(key, f"{key.path}: no group has engines; raise one's num_engines")
     for index, group in enumerate(shape.groups):
-        yield from _overrides(group, f"deployment.groups.{index}", at)
-
-
-def _overrides(group: EngineGroup, path: str, at: At) -> Problems:
-    named = {key: key.replace("-", "_") for key in group.overrides}
-    options = {key: value for key, value in group.overrides.items() if named[key] not in GROUP_KEYS}
-    for name in group.overrides.keys() - options.keys():
-        if rule := misfit(named[name], group.overrides[name]):
-            key = at(f"{path}.overrides.{name}")
-            yield Problem(key, f"{key}: {rule}")
-    is_same = lambda name: name in (*VLLM_KEYS, *InferenceSection.model_fields, *PLANNED)
-    rule = "is the same for all engines, or follows from the deployment"
-    refuse = lambda name: rule if is_same(name) else second_draft(name, at)
-    yield from refused_options(at, f"{path}.overrides", options, {"tensor_parallel_size": f"{path}.tp"}, refuse)
+        for name, value in group.overrides.items():
+            named = name.replace("-", "_")
+            if named in GROUP_KEYS and (rule := misfit(named, value)):
+                key = at(f"deployment.groups.{index}.overrides.{name}")
+                yield Problem(key, f"{key}: {rule}")
 
 
 # -- sizes --
@@ -250,207 +97,7 @@ def engine_sizes(s: InferenceSection, at: At) -> Problems:
         yield Problem((moves, spread), f"{moves} moves experts between devices; set {spread.path} = true")
 
 
-# -- nodes --
-
-
-def engine_nodes(s: InferenceSection, at: At) -> Problems:
-    """The part of an engine on one node fits into the node's GPUs."""
-    shape = s.deployment
-    if shape.type == "disaggregated" and not shape.is_local:
-        for kind in shape.sides:
-            yield from _side(s, shape, kind, at)
-    elif shape.type == "groups":
-        yield from _placed_groups(s, shape, at)
-    elif shape.type == "multi_node" and shape.nodes_per_engine > 1:
-        yield from _shared_ranks(s, shape, at)
-    elif shape.type == "multi_node":
-        yield from _engine_of_nodes(s, shape, at)
-
-
-def _placed_groups(s: InferenceSection, shape: EngineGroups, at: At) -> Problems:
-    """Engines of groups fill their nodes: none crosses a node's end, and no GPU is left over."""
-    node, groups = shape.gpus_per_node, at("deployment.groups")
-    *engines, end = s.placed()
-    if shape.num_nodes == 1:
-        return
-    for number, place in enumerate(engines):
-        count, first = at(f"deployment.groups.{place.group}.num_engines"), place.first_gpu % node
-        which = f"engine {number} takes {place.num_gpus} GPUs from GPU {first} of a node of {node} on"
-        if place.num_gpus <= node < first + place.num_gpus:
-            rule = f"{which}, over its end; let groups fill nodes, large engines first"
-            yield Problem((count, groups), f"{groups.path}: {rule}")
-        elif place.num_gpus > node and (first or place.num_gpus % node):
-            rule = f"{which}: larger than a node, it has whole nodes; give it a multiple of {node}"
-            yield Problem((count, groups), f"{groups.path}: {rule}")
-        elif place.num_gpus > node and s.parallel.dp > 1:
-            dp, rule = at("parallel.dp"), "nodes share the ranks of TP and PP of an engine without data parallelism"
-            yield Problem((dp, groups), f"{dp}: {rule}; leave it out")
-    nodes = at("deployment.num_nodes")
-    if left := -end.first_gpu % node:
-        rule = f"engines take {end.first_gpu} GPUs, and {left} of the last node of {node} are left over"
-        way = f"change num_engines, or say so: idle_gpus = {left} in the last group"
-        yield Problem((groups, at("deployment.gpus_per_node")), f"{groups.path}: {rule}; {way}")
-    elif (taken := end.first_gpu // node) != shape.num_nodes:
-        rule = f"engines take {end.first_gpu} GPUs, {taken} nodes of {node}"
-        yield Problem((nodes, groups), f"{nodes}: {rule}; give {taken}")
-
-
-def _engine_of_nodes(s: InferenceSection, shape: MultiNode, at: At) -> Problems:
-    """One engine per node, or one over all nodes, which divide its data-parallel ranks."""
-    parallel, dp, has = s.parallel, at("parallel.dp"), at("deployment.gpus_per_node")
-    nodes = shape.num_nodes if s.enable_expert_parallel else 1
-    if parallel.dp % nodes:
-        all_nodes = at("deployment.num_nodes")
-        yield Problem((dp, all_nodes), f"{dp} is divided among {all_nodes} nodes; give a multiple")
-    elif (needed := parallel.num_gpus // nodes) > shape.gpus_per_node:
-        way = "lower one of the degrees"
-        if parallel.gpus_per_rank > shape.gpus_per_node:
-            way += f", or let nodes share the ranks of an engine with {at('deployment.nodes_per_engine').path}"
-        elif not s.enable_expert_parallel:
-            way += f", or spread one engine over the nodes with {at('enable_expert_parallel').path} = true"
-        what = parallel.in_words + (f" over {nodes} nodes" if nodes > 1 else "")
-        degrees = at("parallel")
-        yield Problem((degrees, has), f"{degrees.path}: {what} need {needed} GPUs and a node has {has}; {way}")
-
-
-def _shared_ranks(s: InferenceSection, shape: MultiNode, at: At) -> Problems:
-    """Engines whose nodes share the ranks of TP and PP."""
-    parallel, nodes = s.parallel, shape.nodes_per_engine
-    all_nodes, each = at("deployment.num_nodes"), at("deployment.nodes_per_engine")
-    degrees, dp, has = at("parallel"), at("parallel.dp"), at("deployment.gpus_per_node")
-    if shape.num_nodes % nodes:
-        yield Problem((all_nodes, each), f"{all_nodes} is no multiple of {each}; change one of them")
-    if parallel.dp > 1:
-        rule = "nodes share the ranks of TP and PP of an engine without data parallelism"
-        way = (
-            f"let nodes divide the data-parallel ranks: {at('enable_expert_parallel').path} = true without {each.path}"
-        )
-        yield Problem((dp, each), f"{dp} with {each}: {rule}; leave one of them out, or {way}")
-    elif parallel.gpus_per_rank % nodes:
-        rule = f"{parallel.in_words} = {parallel.gpus_per_rank} GPUs are not divided among {each} nodes"
-        yield Problem((degrees, each), f"{degrees.path}: {rule}; give a multiple")
-    elif (needed := parallel.gpus_per_rank // nodes) > shape.gpus_per_node:
-        rule = f"{parallel.in_words} over {nodes} nodes need {needed} GPUs and a node has {has}"
-        way = f"lower one of the degrees, or raise {each.path}"
-        yield Problem((degrees, has, each), f"{degrees.path}: {rule}; {way}")
-
-
-def _side(s: InferenceSection, shape: Disaggregated, kind: Literal["prefill", "decode"], at: At) -> Problems:
-    """The engines that read prompts, or those that write replies."""
-    parallel, side, has = s.parallel, shape.sides[kind], shape.gpus_per_node
-    rank = (side.tp or parallel.tp) * parallel.pp
-    tp = at("parallel.tp" if side.tp is None else f"deployment.{kind}_tp")
-    nodes, per_node = at(f"deployment.num_{kind}_nodes"), at(f"deployment.num_{kind}_per_node")
-    degrees, dp, node = at("parallel"), at("parallel.dp"), at("deployment.gpus_per_node")
-    factor = "" if parallel.pp == 1 else f" x pp {parallel.pp}"
-    times = f" x {side.per_node} engines" if side.per_node > 1 else ""
-    if side.per_node > 1 and side.nodes_each > 1:
-        rule = "an engine over several nodes shares none; leave one of them out"
-        yield Problem((per_node, nodes), f"{per_node} with {nodes}: {rule}")
-    elif side.num_engines % side.per_node:
-        replicas = at(f"deployment.num_{kind}_replicas")
-        rule = f"{side.num_engines} engines leave a part of a node idle; give a multiple"
-        yield Problem((replicas, per_node), f"{replicas} with {per_node}: {rule}")
-    elif rank > has:
-        if parallel.dp > 1 or rank != has * side.nodes_each:
-            rule = f"is more than a node's {has} GPUs: such an engine has whole nodes and no {dp.path}"
-            way = f"give {nodes.path} = {rank // has}" if rank % has == 0 else f"give a multiple of {has}"
-            yield Problem((tp, nodes, dp), f"{tp}{factor} {rule}; {way}")
-    elif has % (rank * side.per_node):
-        yield Problem((tp, node), f"{tp}{factor}{times} does not divide the GPUs of a node, {node}")
-    elif parallel.dp > 1 and parallel.dp % side.nodes_each:
-        yield Problem((dp, nodes), f"{dp} is divided among {nodes} nodes; give a multiple")
-    elif parallel.dp > 1 and (needed := rank * parallel.dp // side.nodes_each * side.per_node) > has:
-        over = f" over {side.nodes_each} nodes" if side.nodes_each > 1 else ""
-        what = f"tp {side.tp or parallel.tp}{factor} x dp {parallel.dp}{over}{times}"
-        rule = f"{what} need {needed} GPUs and a node has {node}; lower one of the degrees"
-        yield Problem((degrees, node), f"{degrees.path}: {rule}")
-
-
-# -- the router --
-
-
-def router_features(s: InferenceSection, at: At) -> Problems:
-    """A router that is started has a port, and knows the engines of this deployment."""
-    kind = at("router.type")
-    if s.router is None:
-        yield from idle(at, "deployment.router_port", "router", why="there is no router")
-        return
-    if s.router.address is not None:
-        yield from idle(at, "deployment.router_port", "router.address", why="no router is started")
-    shape, lora = at("deployment.type"), at("lora")
-    if s.router.type == "dynamo" and s.deployment.type == "disaggregated":
-        rule = 'Dynamo divides prefill and decode among workers of its own only; use "vllm"'
-        yield Problem((kind, shape), f"{kind} with {shape}: {rule}")
-    if s.router.type == "dynamo" and s.lora is not None:
-        rule = 'Dynamo knows the model, and none of its adapters; use "vllm"'
-        yield Problem((kind, lora), f"{kind} with {lora.path}: {rule}")
-
-
-def router_options(s: RouterSection, at: At) -> Problems:
-    """Options of the router exist, and do something with its policy."""
-    if s.type == "dynamo":  # it refuses unknown ones at its start, with its own message
-        for name in s.extra:
-            if option_of(name).removeprefix("--").removeprefix("no-") in PLANNED_FOR_DYNAMO:
-                key = at(f"extra.{name}")
-                what = "follows from inference.router.policy and from the engines; leave it out"
-                yield Problem(key, f"{key.path} {what}")
-        return
-    for name, value in s.extra.items():
-        yield from _refused(router_arguments, at(f"extra.{name}"), name, value)
-    unused = cache_aware_options(s.extra)
-    if unused and s.policy != "cache_aware":
-        key, policy = at(f"extra.{unused[0]}"), at("policy")
-        yield Problem((key, policy), f'{key.path} does nothing with {policy}; use "cache_aware", or leave it out')
-
-
-def router_kind(s: RouterSection, at: At) -> Problems:
-    """A router's address and policy go with its type."""
-    address, policy, kind = at("address"), at("policy"), at("type")
-    if s.address is not None and not is_address(s.address):
-        yield Problem(address, f"{address} is not an address; write it like http://host:3000")
-    policies = POLICIES.get(s.type, (s.policy,))
-    if s.policy not in policies:
-        yield Problem((policy, kind), f"{policy} is no policy of {kind}; it has {', '.join(policies)}")
-    if s.type == "dynamo" and s.address is not None:
-        yield Problem(
-            (kind, address),
-            f"{kind} with {address}: a frontend that runs elsewhere has workers of its own and cannot take these "
-            "engines; leave the address out: one is started",
-        )
-    if s.type == "llm-d":
-        yield from idle(at, ("policy", "extra.*"), "type", why="llm-d's picker is configured by the chart")
-    elif s.address is not None:
-        yield from idle(at, ("policy", "extra.*"), "type", why="the router that runs there has its own")
-    if s.type != "dynamo":
-        yield from idle(at, "interpreter", "type", why="only Dynamo has a Python of its own")
-
-
-def stand_in_router(s: RouterSection, at: At) -> Problems:
-    """llm-d's picker is started in Kubernetes alone."""
-    kind = at("type")
-    if s.type == "llm-d" and s.address is None:
-        yield Problem(
-            kind,
-            f"{kind}: its picker is started in Kubernetes alone (the Helm chart with llmd.enabled=true), so "
-            "vllm-router is used instead; with a gateway that runs and sees these engines, give "
-            "inference.router.address",
-        )
-
-
 RULES: Rules = {
     InferenceConfig: (served_model,),
-    InferenceSection: (
-        vllm_only,
-        features,
-        drafts,
-        drafts_of_vllm,
-        engine_nodes,
-        vllm_options,
-        side_options,
-        group_options,
-        sizes,
-        router_features,
-    ),
-    RouterSection: (router_options, router_kind),
+    InferenceSection: (vllm_only, no_router, drafts, group_options, sizes),
 }

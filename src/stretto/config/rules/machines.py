@@ -10,17 +10,7 @@ from typing import Any
 
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.batches import urls
-from stretto.config.rules.rule import (
-    At,
-    Problem,
-    Problems,
-    Rules,
-    idle,
-    is_address,
-    is_served,
-    valid_divisors,
-    value_of,
-)
+from stretto.config.rules.rule import At, Problem, Problems, Rules, is_address, is_served, valid_divisors, value_of
 from stretto.config.sections.inference import InferenceSection
 
 LOOPBACK = "127.0.0.1"
@@ -294,7 +284,7 @@ def colocation(c: RLConfig, at: At) -> Problems:
     section, s, table = c.colocate, c.inference, at("colocate")
     if section is None:
         return
-    levels, device = at("orchestrator.max_async_level"), at("inference.device")
+    levels = at("orchestrator.max_async_level")
     if c.orchestrator.max_async_level:
         rule = "engines sleep while the trainer trains; use 0, or leave it out"
         yield Problem((levels, table), f"{levels} with [{table.path}]: {rule}")
@@ -306,9 +296,6 @@ def colocation(c: RLConfig, at: At) -> Problems:
         engines = at("inference")
         rule = f"with [{table.path}] the run starts its engines; leave one of them out"
         yield Problem((engines, table), f"{engines}: {rule}")
-    elif section.offload_rollout and (s.device, s.chosen_engine(has_gpu=False)) == ("cpu", "vllm"):
-        rule = 'vLLM has no sleep mode on a CPU; use engine = "embedded"'
-        yield Problem((device, table), f"{device} with [{table.path}]: {rule}")
     for key in (at("model.lora"), at("weight_broadcast.delta")):
         level = at("colocate.sleep_level")
         if key.held and section.offload_rollout and section.sleep_level == 2:
@@ -374,37 +361,6 @@ def changes_within_a_machine(c: RLConfig, at: At) -> Problems:
         )
 
 
-def policy_adapter(c: RLConfig, at: At) -> Problems:
-    """How engines compute the run's adapter is said only where there is one, and vLLM may be the engine."""
-    key = "inference.lora.compute_policy"
-    if c.model.lora is None:
-        yield from idle(at, key, "model.lora", "add [model.lora]", why="no adapter is trained")
-    elif c.inference is not None and c.inference.engine == "embedded" and at(key).held is False:
-        yield from idle(at, key, "inference.engine", why="the embedded engine always computes it beside its weights")
-
-
-def drafted_sampling(c: RLConfig, at: At) -> Problems:
-    """vLLM does not sample with min_p or logit_bias while it drafts; wherever it is known to be the engine."""
-    if c.inference is not None and c.inference.chosen_engine(has_gpu=False) == "vllm":
-        yield from undrafted_sampling(c, at)
-
-
-def undrafted_sampling(c: RLConfig, at: At) -> Problems:
-    """Ways to sample that vLLM does not have while it drafts."""
-    if c.inference is None or c.inference.drafting_key is None:
-        return
-    drafting = at(f"inference.{c.inference.drafting_key}")
-    evals = () if c.orchestrator.eval is None else c.orchestrator.eval.env
-    envs = [f"orchestrator.env.{i}" for i in range(len(c.orchestrator.env))]
-    envs += [f"orchestrator.eval.env.{i}" for i in range(len(evals))]
-    for path in ("orchestrator.train", "orchestrator.eval", *envs):
-        for name in ("min_p", "logit_bias"):
-            key = at(f"{path}.sampling.{name}")
-            if key.held:
-                what = "vLLM does not sample with it while it drafts; leave one of them out"
-                yield Problem((key, drafting), f"{key} with {drafting.path}: {what}")
-
-
 def hosts(cfg: Any, at: At) -> Problems:
     """Hosts that are not names or addresses of machines, or that others cannot reach."""
     key = at("hosts" if isinstance(cfg, InferenceConfig) else "deployment.hosts")
@@ -436,8 +392,6 @@ def node_rank(cfg: Any, at: At) -> Problems:
 
 RULES: Rules = {
     RLConfig: (
-        drafted_sampling,
-        policy_adapter,
         network,
         client_address,
         device_of_engines,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from stretto.base.errors import ConfigError
 from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.section import Section, show
 from stretto.config.sections.inference import InferenceSection
@@ -87,6 +88,23 @@ def idle(at: At, keys: str | Sequence[str], owner: str, remedy: str = "change th
     yield Problem((*given, at(owner)), f"{what}; leave out, or {remedy}")
 
 
+def refused_by(check: Callable[..., object], key: Named, *given: Any) -> Problems:
+    """The error of a check that takes the path last, as a problem at that path."""
+    try:
+        check(*given, key.path)
+    except ConfigError as error:
+        yield Problem(key, str(error))
+
+
+def is_address(url: str) -> bool:
+    """Whether a URL names a scheme, a host and, if any, a valid port."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 def value_of(section: Any, path: str) -> Any:
     """The value at a dotted path; None below something that is None."""
     for part in path.split("."):
@@ -141,15 +159,6 @@ def of_part(section: Section, part: str) -> At:
 def valid_divisors(number: int, divisor: int) -> str:
     """The divisors of a number, if the given one is none; else ""."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0) if number % divisor else ""
-
-
-def is_address(url: str) -> bool:
-    """Whether a URL names a scheme, a host and, if any, a valid port."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
 
 
 def is_served(base_url: list[str] | str, engine: InferenceSection, *, is_only: bool) -> bool:

@@ -64,6 +64,11 @@ class RouterSection(Section):
         return {"policy": "cache_aware"} if cache_aware_options(options) else {}
 
     @property
+    def requires_key(self) -> bool:
+        """Whether requests need the engines' key when it is started here; else it listens at loopback only."""
+        return self.type != "dynamo"
+
+    @property
     def is_needed(self) -> bool:
         """Whether a single engine has one too."""
         return self != RouterSection()

@@ -1,6 +1,6 @@
 """Drafts: tokens that are guessed behind those of running sequences, and checked in the same pass of the model.
 
-An add-on guesses (stretto.engines, "embedded.drafts"): it writes tokens behind the last one of a sequence and says how
+An add-on guesses (stretto.inference, "drafts"): it writes tokens behind the last one of a sequence and says how
 many. The pass computes them too, and a token is sampled at each of these positions with the random number of its
 position. Those up to and with the first that differs from its guess are what plain decoding samples; the others are
 dropped (core.py). So drafts change nothing but time.

@@ -5,11 +5,8 @@ processes (one per node); each is a `stretto inference` with its own section. Th
 [inference.deployment]:
 
     single_node        num_replicas engines on the first node
-    multi_node         one engine per node; with enable_expert_parallel one engine over all nodes (wide EP): each of
-                       its processes serves requests and balances them over its own devices; with nodes_per_engine
-                       an engine's nodes share its TP and PP ranks, and only the first one's process serves requests
     groups             engines of different shapes, one after another on the GPUs of the nodes
-    disaggregated      separate engines for prefill and decode, each over nodes as above; NIXL moves the KV caches
+    others             engines over several nodes, or of two kinds: their engine's `Planner` knows them
 
 Rollouts go to the router. Admin calls go to every engine, since the router would pass a call to only one of them.
 """
@@ -17,38 +14,48 @@ Rollouts go to the router. Admin calls go to every engine, since the router woul
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 from stretto.base.errors import ConfigError
-from stretto.base.ports import in_url
-from stretto.check.devices import check_nodes
-from stretto.config.flags.table import option_of
-from stretto.config.sections.engines import (
-    PEERS_VAR,
-    STORE_VARIABLE,
-    Disaggregated,
-    EngineGroups,
-    MooncakeOffload,
-    MultiNode,
-    RouterSection,
-    Side,
-    SingleNode,
-)
+from stretto.check.engines import engine_of
+from stretto.config.sections.engines import Disaggregated, EngineGroups, RouterSection, SingleNode
 from stretto.config.sections.inference import InferenceSection
-from stretto.config.vllm_names import VLLM_KEYS
-from stretto.launch.plan.routers import has_unguarded_router, listen_address, plan_registrars, plan_router
+from stretto.launch.plan.routers import has_router, listen_address, plan_registrars, plan_router
 from stretto.launch.plan.specs import EngineSpec, EnginesPlan, HelperSpec, Role
 
 BACKEND_OFFSET = 100
-NIXL = "NixlConnector"
-STORE_ADDRESS_VAR = "MC_TCP_BIND_ADDRESS"
-"""The address of a Mooncake process for others; without it, Mooncake picks one of the machine's addresses."""
+
+
+BuildEngine = Callable[[InferenceSection, str, Role, Sequence[int], int, Sequence[str], int, int], Sequence[EngineSpec]]
+"""The processes of one engine: of its section, name, role, nodes, port, the hosts of all nodes, data-parallel ranks,
+and the port where its processes meet."""
+
+
+class Planner(Protocol):
+    """What plans deployments that only one engine has; its `Engine` has it."""
+
+    def plan_nodes(self, section: InferenceSection, hosts: Sequence[str], *, is_cpu: bool) -> list[EngineSpec]:
+        """Engines over several nodes, or of two kinds. Raises: ConfigError if degrees do not fit the nodes."""
+        ...
+
+    def with_offload(
+        self, engines: Sequence[EngineSpec], section: InferenceSection, hosts: Sequence[str]
+    ) -> tuple[list[EngineSpec], tuple[HelperSpec, ...]]:
+        """Engines whose caches are offloaded as [inference.kv_cache_offload] says, and the processes that take them."""
+        ...
+
+    def num_gpus_here(self, section: InferenceSection) -> int:
+        """GPUs of an engine's process, as the engine's own options divide it."""
+        ...
+
+
+def _planner(section: InferenceSection) -> Planner:
+    found: Planner = engine_of(section, "[inference]", has_gpu=False).planner
+    return found
 
 
 def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: bool = False) -> EnginesPlan:
@@ -57,21 +64,20 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
     Raises: ConfigError if there are fewer nodes than the shape needs, or if degrees do not divide.
     """
     shape = section.deployment
-    check_nodes(section, "inference")
     is_routed = has_router(section)
     match shape:
-        case MultiNode():
-            _need_nodes(hosts, shape.num_nodes, "inference.deployment.num_nodes")
-            engines = _engines_of_nodes(section, shape, hosts)
-        case EngineGroups():
-            _need_nodes(hosts, shape.num_nodes, "inference.deployment.num_nodes")
-            engines = _groups(section, shape, hosts)
-        case Disaggregated():
-            _need_nodes(hosts, shape.num_nodes, "inference.deployment")
-            engines = _disaggregated(section, shape, hosts, is_cpu=is_cpu)
-        case _:
+        case SingleNode():
             engines = _replicas(section, is_routed=is_routed)
-    engines, stores = _with_offload([_with_listen_address(engine, hosts) for engine in engines], section, hosts)
+        case EngineGroups() if shape.num_nodes == 1:
+            engines = engines_of_groups(section, shape, hosts, _one_process)
+        case _:
+            key = "" if isinstance(shape, Disaggregated) else ".num_nodes"
+            _need_nodes(hosts, shape.num_nodes, f"inference.deployment{key}")
+            engines = _planner(section).plan_nodes(section, hosts, is_cpu=is_cpu)
+    stores: tuple[HelperSpec, ...] = ()
+    engines = [_with_listen_address(engine, hosts) for engine in engines]
+    if section.kv_cache_offload is not None:
+        engines, stores = _planner(section).with_offload(engines, section, hosts)
     served = [engine for engine in engines if engine.is_served]
     admin = tuple(engine.url(hosts) for engine in served)
     router = section.router
@@ -82,24 +88,6 @@ def plan_engines(section: InferenceSection, hosts: Sequence[str], *, is_cpu: boo
         return EnginesPlan(tuple(engines), (), stores, (router.address,), admin, registrars)
     spec, url = plan_router(router, served, hosts, section)
     return EnginesPlan(tuple(engines), (spec,), stores, (url,), admin)
-
-
-def has_router(section: InferenceSection) -> bool:
-    """Whether a router is started: for several engines, and for one engine if the user configured a router."""
-    shape = section.deployment
-    if section.router is None:
-        return False
-    ports = (shape.router_port, getattr(shape, "backend_port", None))
-    is_several = shape.num_processes > 1 or is_wide(section)
-    return is_several or section.router.is_needed or any(port is not None for port in ports)
-
-
-def is_wide(section: InferenceSection) -> bool:
-    """Whether all nodes form one engine and share its data-parallel ranks."""
-    shape = section.deployment
-    if not isinstance(shape, MultiNode) or not section.enable_expert_parallel:
-        return False
-    return shape.nodes_per_engine == 1 < shape.num_nodes
 
 
 def plan_replicas(
@@ -116,7 +104,8 @@ def plan_replicas(
     parts: list[EnginesPlan] = []
     for replica in range(num_replicas):
         first = replica * each
-        own = _with_router_port(section, replica) if has_unguarded_router(section) else section
+        is_at_loopback = section.router is not None and not section.router.requires_key
+        own = _with_router_port(section, replica) if is_at_loopback else section
         plan = plan_engines(own, hosts[first : first + each], is_cpu=is_cpu)
 
         moved = {
@@ -148,7 +137,7 @@ def _need_nodes(hosts: Sequence[str], needed: int, key: str) -> None:
         raise ConfigError(f"{key}: this deployment needs {needed} nodes and there are {have}")
 
 
-def _backend_port(section: InferenceSection, *, is_routed: bool = True) -> int:
+def backend_port(section: InferenceSection, *, is_routed: bool = True) -> int:
     shape = section.deployment
     if isinstance(shape, Disaggregated):
         raise AssertionError("prefill and decode engines have their own ports")
@@ -157,7 +146,7 @@ def _backend_port(section: InferenceSection, *, is_routed: bool = True) -> int:
     return section.server.port + BACKEND_OFFSET if is_routed else section.server.port
 
 
-def _process_section(section: InferenceSection, port: int, *, dp: int | None = None, **vllm: Any) -> InferenceSection:
+def process_section(section: InferenceSection, port: int, *, dp: int | None = None, **vllm: Any) -> InferenceSection:
     """The section of one engine process."""
     extra = {**vllm, **section.vllm_extra}
     parallel = section.parallel if dp is None else section.parallel.model_copy(update={"dp": dp})
@@ -185,40 +174,22 @@ def _with_listen_address(engine: EngineSpec, hosts: Sequence[str]) -> EngineSpec
 def _replicas(section: InferenceSection, *, is_routed: bool) -> list[EngineSpec]:
     assert isinstance(section.deployment, SingleNode)
     count = section.deployment.num_replicas
-    gpus = _num_gpus_here(section)
+    gpus = _planner(section).num_gpus_here(section) if section.vllm_extra else section.parallel.num_gpus
     if count == 1 and not is_routed:
         return [EngineSpec("inference", "engine", 0, section, num_gpus=gpus)]
-    first = _backend_port(section, is_routed=is_routed)
+    first = backend_port(section, is_routed=is_routed)
     names = ["inference"] if count == 1 else [f"inference_{replica}" for replica in range(count)]
     return [
-        EngineSpec(name, "engine", 0, _process_section(section, first + replica), num_gpus=gpus)
+        EngineSpec(name, "engine", 0, process_section(section, first + replica), num_gpus=gpus)
         for replica, name in enumerate(names)
     ]
 
 
-def _num_gpus_here(section: InferenceSection) -> int:
-    """GPUs of an engine's process; its other ranks are on other machines if the user's options of vLLM say so."""
-    options = {option_of(name): value for name, value in section.vllm_extra.items()}
-    ranks, nodes = options.get("--data-parallel-size-local", section.parallel.dp), options.get("--nnodes", 1)
-    counts = (ranks, nodes) if isinstance(ranks, int) and isinstance(nodes, int) else (section.parallel.dp, 1)
-    return max(section.parallel.gpus_per_rank * counts[0] // max(counts[1], 1), 1)
-
-
-def _engines_of_nodes(section: InferenceSection, shape: MultiNode, hosts: Sequence[str]) -> list[EngineSpec]:
-    dp, port = section.parallel.dp, _backend_port(section, is_routed=has_router(section))
-    each = shape.num_nodes if is_wide(section) else shape.nodes_per_engine
-    rpc_port = shape.data_parallel_rpc_port
-    engines = []
-    for first in range(0, shape.num_nodes, each):
-        name = "inference" if each == shape.num_nodes else f"inference_{first // each}"
-        nodes = range(first, first + each)
-        engines += _engine_over_nodes(section, name, "engine", nodes, port, hosts, dp, rpc_port)
-    return engines
-
-
-def _groups(section: InferenceSection, shape: EngineGroups, hosts: Sequence[str]) -> list[EngineSpec]:
+def engines_of_groups(
+    section: InferenceSection, shape: EngineGroups, hosts: Sequence[str], build: BuildEngine
+) -> list[EngineSpec]:
     """Engines in the order of their groups; engines on the same node have consecutive ports."""
-    port = _backend_port(section, is_routed=has_router(section))
+    port = backend_port(section, is_routed=has_router(section))
     if section.engine == "auto" and section.vllm_only():  # all groups use the same engine
         section = section.model_copy(update={"engine": "vllm"})
     num_gpus = shape.gpus_per_node if shape.num_nodes > 1 else section.placed()[-1].first_gpu
@@ -227,7 +198,7 @@ def _groups(section: InferenceSection, shape: EngineGroups, hosts: Sequence[str]
     for number, place in enumerate(section.placed()[:-1]):
         node, first = divmod(place.first_gpu, num_gpus)
         own = section.of_group(shape.groups[place.group])
-        specs = _engine_over_nodes(
+        specs = build(
             own,
             "inference" if shape.num_engines == 1 else f"inference_{number}",
             "engine",
@@ -242,202 +213,9 @@ def _groups(section: InferenceSection, shape: EngineGroups, hosts: Sequence[str]
     return engines
 
 
-def _engine_over_nodes(
+def _one_process(
     section: InferenceSection, name: str, role: Role, nodes: Sequence[int], port: int, hosts: Sequence[str],
-    dp: int, rpc_port: int, **vllm: Any,
+    dp: int, rpc_port: int,
 ) -> list[EngineSpec]:  # fmt: skip
-    """One engine over these nodes, one process on each.
-
-    The nodes divide its data-parallel ranks, and each process serves requests on its own; or they divide the TP and PP
-    ranks of an engine without data parallelism, and only the first process serves requests.
-    """
-    local = dp // len(nodes)
-    num_gpus = section.parallel.gpus_per_rank * dp // len(nodes)
-    specs = []
-    for index, node in enumerate(nodes):
-        wide: dict[str, Any] = {}
-        if not local:
-            wide = {
-                "nnodes": len(nodes),
-                "node_rank": index,
-                "master_addr": hosts[nodes[0]],
-                "master_port": rpc_port,
-                "distributed_executor_backend": "mp",
-            } | ({"headless": True} if index else {})
-        elif len(nodes) > 1:
-            wide = {
-                "data_parallel_size_local": local,
-                "data_parallel_start_rank": index * local,
-                "data_parallel_address": hosts[nodes[0]],
-                "data_parallel_rpc_port": rpc_port,
-                "data_parallel_hybrid_lb": True,
-            }
-        own = _process_section(section, port, dp=dp, **wide, **vllm)
-        label = f"{name}_{index}" if len(nodes) > 1 else name
-        others = " ".join(f"http://{in_url(hosts[other])}:{port}" for other in nodes if other != node)
-        env = {PEERS_VAR: others} if others else {}
-        specs.append(EngineSpec(label, role, node, own, env, num_gpus, len(nodes)))
-    return specs
-
-
-def _disaggregated(
-    section: InferenceSection, shape: Disaggregated, hosts: Sequence[str], *, is_cpu: bool
-) -> list[EngineSpec]:
-    engines: list[EngineSpec] = []
-    first_node = 0
-    for role, side in shape.sides.items():
-        port = shape.prefill_port if role == "prefill" else shape.decode_port
-        overrides = shape.prefill_env_overrides if role == "prefill" else shape.decode_env_overrides
-        options = shape.prefill_vllm_overrides if role == "prefill" else shape.decode_vllm_overrides
-        own = with_side_tp(_with_options(section, options), side)
-        per_node = side.num_engines if shape.is_local else side.per_node
-        for replica in range(side.num_engines):
-            node = first_node + replica // per_node * side.nodes_each
-            specs = _engine_over_nodes(
-                own,
-                f"{role}_{replica}",
-                role,
-                [0] if shape.is_local else range(node, node + side.nodes_each),
-                port + replica % per_node,
-                hosts,
-                own.parallel.dp if shape.is_local else _num_dp_ranks(own, shape, side),
-                shape.data_parallel_rpc_port + replica % per_node,
-                **_disaggregated_options(section, shape, role, is_cpu=is_cpu),
-            )
-            for spec in specs:
-                channel = shape.side_channel_port + len(engines)
-                env = spec.env | {
-                    "VLLM_NIXL_SIDE_CHANNEL_HOST": hosts[spec.node],
-                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(channel),
-                    **overrides,
-                }
-                engines.append(replace(spec, env=env))
-        first_node += math.ceil(side.num_engines / per_node) * side.nodes_each
-    return engines
-
-
-def _with_options(section: InferenceSection, options: Mapping[str, Any]) -> InferenceSection:
-    """The section with options of vLLM: as our own keys where we have them, else in vllm_extra."""
-    keys = {VLLM_KEYS.get(name.replace("-", "_"), ""): value for name, value in options.items()}
-    own = {key: value for key, value in keys.items() if key}
-    extra = {name: value for name, value in options.items() if name.replace("-", "_") not in VLLM_KEYS}
-    return section.model_copy(update=own | {"vllm_extra": section.vllm_extra | extra})
-
-
-def with_side_tp(section: InferenceSection, side: Side) -> InferenceSection:
-    """The section with the tensor parallel degree of one side."""
-    tp = section.parallel.tp if side.tp is None else side.tp
-    return section.model_copy(update={"parallel": section.parallel.model_copy(update={"tp": tp})})
-
-
-def _num_dp_ranks(section: InferenceSection, shape: Disaggregated, side: Side) -> int:
-    """Data-parallel ranks of one engine: as many as its nodes' GPUs allow, unless the user gave a number."""
-    if section.parallel.dp > 1:
-        return section.parallel.dp
-    gpus = shape.gpus_per_node // side.per_node
-    return max(1, gpus // section.parallel.gpus_per_rank * side.nodes_each)
-
-
-def _disaggregated_options(
-    section: InferenceSection, shape: Disaggregated, role: str, *, is_cpu: bool
-) -> dict[str, Any]:
-    connector: dict[str, Any] = {"kv_connector": NIXL, "kv_role": "kv_both"}
-    if is_cpu:
-        return {"kv_transfer_config": connector | {"kv_buffer_device": "cpu"}}
-    options: dict[str, Any] = {"kv_transfer_config": connector}
-    # With None, the engine uses expert parallelism for models that have experts (vllm/command.py).
-    if section.enable_expert_parallel or (section.enable_expert_parallel is None and not shape.is_local):
-        low = {"prefill": "deepep_high_throughput", "decode": "deepep_low_latency"}
-        options["all2all_backend"] = low[role]
-    return options
-
-
-# -- caches beyond the GPU --
-
-
-def _with_offload(
-    engines: list[EngineSpec], section: InferenceSection, hosts: Sequence[str]
-) -> tuple[list[EngineSpec], tuple[HelperSpec, ...]]:
-    offload = section.kv_cache_offload
-    if offload is None:
-        return engines, ()
-    with_offload = []
-    for engine in engines:
-        connector = offload_connector(section)
-        if (other := engine.section.vllm_extra.get("kv_transfer_config")) is not None:
-            both = {"connectors": [other, connector]}
-            connector = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": both}
-        extra = engine.section.vllm_extra | {"kv_transfer_config": connector}
-        update = {"vllm_extra": extra, "enable_prefix_caching": True, "kv_cache_offload": None, "engine": "vllm"}
-        env = engine.env
-        if isinstance(offload, MooncakeOffload):
-            env = env | _store_env(offload, hosts) | {STORE_ADDRESS_VAR: hosts[engine.node]}
-        with_offload.append(replace(engine, section=engine.section.model_copy(update=update), env=env))
-    if not isinstance(offload, MooncakeOffload):
-        return with_offload, ()
-    return with_offload, _stores(offload, hosts[: section.deployment.num_nodes])
-
-
-def offload_connector(section: InferenceSection) -> dict[str, Any]:
-    """vLLM's connector config for [inference.kv_cache_offload]."""
-    offload = section.kv_cache_offload
-    assert offload is not None
-    if isinstance(offload, MooncakeOffload):
-        return {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
-    config: dict[str, Any] = {"cpu_bytes_to_use": offload.cpu.num_bytes}
-    if offload.disk is not None:
-        tier = {"type": "fs", "root_dir": offload.disk.path}
-        config |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": config}
-
-
-def _store_env(offload: MooncakeOffload, hosts: Sequence[str]) -> dict[str, str]:
-    """The addresses of the store for engines; stretto_vllm/launch.py writes them to the file that vLLM reads."""
-    config = {
-        "mode": "standalone-store",
-        "metadata_server": f"http://{in_url(hosts[0])}:{offload.metadata_port}/metadata",
-        "master_server_address": f"{in_url(hosts[0])}:{offload.master_port}",
-        "global_segment_size": 0,
-        "local_buffer_size": min(offload.cpu.num_bytes, 1 << 30),
-        "protocol": offload.protocol,
-        "device_name": offload.device_name,
-        "enable_offload": offload.disk is not None,
-    }
-    return {STORE_VARIABLE: json.dumps(config)}
-
-
-def _stores(offload: MooncakeOffload, hosts: Sequence[str]) -> tuple[HelperSpec, ...]:
-    """The master with its metadata server on the first node, and a process with memory on every node."""
-    has_disk = str(offload.disk is not None).lower()
-    master = (
-        sys.executable,
-        "-m",
-        "mooncake.cli",
-        f"-rpc_address={hosts[0]}",
-        f"-rpc_port={offload.master_port}",
-        "-enable_http_metadata_server=true",
-        f"-http_metadata_server_host={hosts[0]}",  # 0.3.13 ignores it and listens at all addresses
-        f"-http_metadata_server_port={offload.metadata_port}",
-        f"-metrics_host={hosts[0]}",
-        f"-metrics_port={offload.metrics_port}",
-        f"-enable_offload={has_disk}",
-    )
-    parts = []
-    for node, host in enumerate(hosts):
-        words = (
-            sys.executable,
-            "-m",
-            "mooncake.cli_client",
-            f"-host={host}",
-            f"-port={offload.client_port}",
-            f"-global_segment_size={offload.cpu.num_bytes} B",
-            f"-master_server_address={in_url(hosts[0])}:{offload.master_port}",
-            f"-metadata_server=http://{in_url(hosts[0])}:{offload.metadata_port}/metadata",
-            f"-protocol={offload.protocol}",
-            *([f"-device_names={offload.device_name}"] if offload.device_name else ()),
-            f"-enable_offload={has_disk}",
-        )
-        env = {STORE_ADDRESS_VAR: host}
-        env |= {} if offload.disk is None else {"MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": offload.disk.path}
-        parts.append(HelperSpec(f"kv_store_{node}", node, words, offload.client_port, env))
-    return HelperSpec("kv_master", 0, master, offload.master_port), *parts
+    """An engine on one node."""
+    return [EngineSpec(name, role, nodes[0], process_section(section, port, dp=dp), num_gpus=section.parallel.num_gpus)]

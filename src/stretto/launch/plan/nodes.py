@@ -47,7 +47,6 @@ from stretto.launch.plan.processes import (
     rank_processes,
     with_engine_key,
 )
-from stretto.launch.plan.routers import has_unguarded_router
 from stretto.launch.plan.specs import EnginesPlan
 
 LOOPBACK = "127.0.0.1"
@@ -91,7 +90,8 @@ def plan_nodes(
         started = engine_processes(
             cfg.inference, engines, run, first_node=cfg.first_infer_node, is_held=True, key_env=key
         )
-        is_first = has_unguarded_router(cfg.inference)
+        router = cfg.inference.router
+        is_first = router is not None and not router.requires_key
         processes += [
             dataclasses.replace(spec, node=0) if spec.role == "router" and is_first else spec for spec in started
         ]

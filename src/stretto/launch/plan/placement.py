@@ -18,7 +18,8 @@ from stretto.base.rundir import JOB_VAR
 from stretto.config.root import RLConfig, RunRoot
 from stretto.config.sections.inference import ServerSection
 from stretto.config.sections.model import dtype_on
-from stretto.launch.plan.engines import BACKEND_OFFSET, has_router, plan_engines
+from stretto.launch.plan.engines import BACKEND_OFFSET, plan_engines
+from stretto.launch.plan.routers import has_router
 from stretto.launch.plan.specs import EnginesPlan
 from stretto.records.weight_manifest import BFLOAT16_TOLERANCE
 

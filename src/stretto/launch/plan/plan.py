@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,14 +19,15 @@ from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.base.ports import PortClaims
 from stretto.base.secret import Secret
+from stretto.check.backend import OWN
 from stretto.check.devices import check_devices, check_drafts
-from stretto.check.vllm_adapters import chosen, served_file, why_merged
+from stretto.check.engines import all_engines
 from stretto.config.load import dump, write_json
 from stretto.config.root import EvalConfig, RLConfig
 from stretto.config.section import Section
 from stretto.config.sections.distill import MODEL_KEY_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection
-from stretto.config.sections.model import dtype_on, shares_prefixes, why_unshared
+from stretto.config.sections.model import shares_prefixes, why_unshared
 from stretto.config.sections.orchestrator import EnvSection, EvalSection
 from stretto.data.model_file import find_model_file
 from stretto.launch.plan.beside import engines_beside
@@ -142,10 +142,8 @@ class LaunchPlan:
         every = (
             *notes,
             *loss_notes(cfg),
-            *clock_notes(cfg),
-            *adapter_notes(cfg, is_on_gpu=is_on_gpu),
+            *(note for engine in all_engines() for note in engine.notes(cfg, is_on_gpu=is_on_gpu)),
             *sharing_notes(cfg),
-            *draft_notes(cfg),
         )
         return cls(run, cfg, engines, tuple(processes), batch, every, tuple(hosts))
 
@@ -172,59 +170,9 @@ def loss_notes(cfg: RLConfig) -> Iterator[str]:
         )
 
 
-def clock_notes(cfg: RLConfig) -> Iterator[str]:
-    """What `deterministic` cannot do for an engine that is not ours."""
-    section = cfg.inference
-    if not cfg.deterministic or section is None or section.engine != "vllm":
-        return
-    if (os.environ | cfg.env_vars | section.env_vars).get("VLLM_BATCH_INVARIANT") != "1":
-        yield (
-            "deterministic fixes what is asked of vLLM, and when; its numbers are those of a batch of requests unless "
-            'inference.env_vars = { VLLM_BATCH_INVARIANT = "1" }, on GPUs that have such kernels'
-        )
-
-
-def draft_notes(cfg: RLConfig) -> Iterator[str]:
-    """Whether drafts follow the policy."""
-    if cfg.inference is None or (section := cfg.inference.speculation) is None:
-        return
-    if section.method in ("eagle", "eagle3", "mtp"):
-        what = "model's layer for further tokens" if section.method == "mtp" else f"model {section.model}"
-        yield (
-            f'inference.speculation.method = "{section.method}": the {what} is not trained with the '
-            "policy, so fewer drafts are right as the run goes on; speculation/acceptance shows it"
-        )
-
-
-def adapter_notes(cfg: RLConfig, *, is_on_gpu: bool) -> Iterator[str]:
-    """Why vLLM merges the run's adapter into its weights, and what that loses."""
-    section, lora = cfg.inference, cfg.model.lora
-    if lora is not None and section is None and cfg.service is None:
-        yield (
-            "a vLLM that runs already merges the adapter of [model.lora] into its weights, unless it was started with "
-            f"`stretto inference --policy-lora.rank {lora.rank}`: then it computes it beside them, where it can"
-        )
-    if lora is None or section is None:
-        return
-    is_cpu = section.device == "cpu" or not is_on_gpu
-    model = served_file(section, cfg.model)
-    if chosen(section, model, is_cpu=is_cpu) != "vllm":
-        return
-    if (reason := why_merged(section, lora, model, is_cpu=is_cpu)) is not None:
-        is_rounded = dtype_on(section.dtype, is_gpu=not is_cpu) == "bfloat16"
-        loss = "changes under the last bit of a weight are lost" if is_rounded else "in float32 nothing is lost"
-        yield f"vLLM merges the adapter of [model.lora] into its weights, {loss}: {reason}"
-        served = section.lora
-        if served is not None and served.max_loras and "max_loras" in served.model_fields_set:
-            yield (
-                f"inference.lora.max_loras = {served.max_loras}: vLLM computes adapters with names on top of the "
-                "run's, because it merges that one; max_loras = 0 serves none"
-            )
-
-
 def _packs_prefixes(cfg: RLConfig, *, is_on_cpu: bool) -> bool:
     """Whether samples that begin alike stand in one row, and count once what they share; is_on_cpu: the trainer is."""
-    if cfg.trainer.backend == "megatron" or cfg.service is not None:
+    if cfg.trainer.backend != OWN or cfg.service is not None:
         return False
     return shares_prefixes(cfg.model, find_model_file(cfg.model.name), is_on_cpu=is_on_cpu)
 

@@ -16,7 +16,7 @@ from typing import Any
 from stretto.base import process
 from stretto.base.paths import RunDir
 from stretto.base.secret import Secret
-from stretto.check.megatron import trainer_python
+from stretto.check.backend import trainer_python
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.engines import HOLD_VAR
 from stretto.config.sections.inference import KEY_VAR, InferenceSection

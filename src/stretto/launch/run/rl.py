@@ -11,7 +11,6 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
-from stretto import addons
 from stretto.base import log, rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
@@ -19,9 +18,8 @@ from stretto.base.ports import PortClaims
 from stretto.base.process import EXIT_LOST
 from stretto.base.secret import Secret, find_secret, load_secret
 from stretto.check import nodes as node_checks
-from stretto.check.megatron import check_trainer_python
+from stretto.check.backend import check_trainer_python
 from stretto.check.models import check_shape, models_of, needs_vllm
-from stretto.check.routers import check_router
 from stretto.check.start import check_files, check_node, check_processes, check_run, check_trackers
 from stretto.config.changes import changes
 from stretto.config.root import RLConfig
@@ -32,6 +30,7 @@ from stretto.launch.plan import plan as planning
 from stretto.launch.plan.beside import engines_beside
 from stretto.launch.plan.placement import replaced
 from stretto.launch.plan.plan import LaunchPlan
+from stretto.launch.plan.routers import check_router
 from stretto.launch.run import page
 from stretto.launch.run.console import Console
 from stretto.launch.run.supervisor import STALL_SLACK_S, Supervisor, Timeouts, serve
@@ -84,11 +83,6 @@ def _plan(
         plan = nodes.plan_nodes(cfg, run, resume_step, secret)
     else:
         plan = planning.plan(cfg, run, resume_step, ports=ports, secret=secret)
-    for role in {spec.role for spec in plan.processes} & {"router", "registrar"}:
-        assert cfg.inference is not None and cfg.inference.router is not None  # else none is planned
-        kind = cfg.inference.router.type
-        name = "registrar" if role == "registrar" else "dynamo" if kind == "dynamo" else "vllm"
-        addons.check("stretto.routers", name, f'inference.router.type = "{kind}"')
     return plan
 
 

@@ -12,11 +12,11 @@ from stretto.base import log
 from stretto.base.paths import RunDir
 from stretto.check import nodes as node_checks
 from stretto.check.nodes import check_ports, find_node_rank
-from stretto.check.routers import check_router
 from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig
 from stretto.launch.plan.nodes import on_visible_gpus, with_config_dir
 from stretto.launch.plan.processes import section_of
+from stretto.launch.plan.routers import check_router
 from stretto.launch.plan.serving import ServingPlan, plan_serving
 from stretto.launch.plan.table import process_table
 from stretto.launch.run import supervisor

@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.base.errors import ConfigError, WireError
 from stretto.base.process import TRAIN_NODES_VAR, num_cores
-from stretto.check.degrees import Degrees, find_degrees, find_megatron_degrees, find_plain_degrees
+from stretto.check.backend import Backend
+from stretto.check.degrees import Degrees, find_degrees, find_plain_degrees
 from stretto.config.sections.model import ModelSection
-from stretto.config.sections.trainer import MegatronSection
 from stretto.families.shape import ModelConfig
 from stretto.trainer.ranks import exchange, silence
 from stretto.transports.weights.store import connect_store, create_store, use_interface_to
@@ -215,13 +215,13 @@ def run_on_lead(function: Callable[[], T], kind: Any) -> T:
     return cast(T, exchange.broadcast(result, kind, group=group))
 
 
-def build_mesh(section: ModelSection, shape: ModelConfig | Any, megatron: MegatronSection | None = None) -> Mesh:
-    """The mesh of this run's ranks for a policy of this shape; megatron: how Megatron spreads it, if it does.
+def build_mesh(section: ModelSection, shape: ModelConfig | Any, backend: Backend | None = None) -> Mesh:
+    """The mesh of this run's ranks for a policy of this shape; backend: what spreads it, if our own modules do not.
 
     Raises: ConfigError for degrees that do not fit the number of ranks or the model.
     """
-    if megatron is not None:
-        degrees = find_megatron_degrees(section, megatron, num_ranks(), shape)
+    if backend is not None:
+        degrees = backend.degrees(section, num_ranks(), shape)
     elif isinstance(shape, ModelConfig):
         degrees = find_degrees(section, num_ranks(), shape)
     else:
@@ -232,7 +232,7 @@ def build_mesh(section: ModelSection, shape: ModelConfig | Any, megatron: Megatr
             raise ConfigError(f"[model] fsdp_cpu_offload = true {rule}")
     else:
         logger.info("%d ranks: %s", num_ranks(), degrees)
-    return Mesh(degrees, training_device(), is_sharded=megatron is None)
+    return Mesh(degrees, training_device(), is_sharded=backend is None)
 
 
 def training_device() -> torch.device:

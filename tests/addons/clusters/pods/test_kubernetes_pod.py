@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
@@ -64,6 +65,7 @@ def planned(toml: Path, role: str, ordinal: int = 0, *flags: str, **cluster: Any
     return pod, cfg, plan_pods(cfg, pod, RunDir(toml.parent / "run"), None, Secret("s" * 32))
 
 
+@needs("routers")
 def test_gpus_of_inference_pods_are_compared_with_what_engines_take(toml: Path) -> None:
     """Unused ones are said; too few are refused."""
     _, _, plan = planned(toml, "inference", 0, "--inference.parallel.dp", "1", gpus=8)
@@ -80,6 +82,7 @@ def test_gpus_of_inference_pods_are_compared_with_what_engines_take(toml: Path) 
         planned(toml, "inference", 0, "--inference.parallel.tp", "8", gpus=4)
 
 
+@needs("routers")
 def test_trainer_pods_meet_at_the_first_by_their_ordinals(toml: Path) -> None:
     for ordinal in range(2):
         pod, _, plan = planned(toml, "trainer", ordinal, gpus=8)
@@ -92,6 +95,7 @@ def test_trainer_pods_meet_at_the_first_by_their_ordinals(toml: Path) -> None:
         assert plan.config.orchestrator.num_train_workers == 16
 
 
+@needs("routers")
 def test_the_orchestrator_listens_at_its_pod_and_others_know_its_name(toml: Path) -> None:
     pod, cfg, plan = planned(toml, "orchestrator")
     assert [spec.role for spec in own_processes(plan, pod)] == ["orchestrator"]
@@ -102,6 +106,7 @@ def test_the_orchestrator_listens_at_its_pod_and_others_know_its_name(toml: Path
     assert plan.config.weight_broadcast.type == "collective"
 
 
+@needs("routers")
 def test_engines_have_a_pod_each_and_the_router_one_of_its_own(toml: Path) -> None:
     _, _, plan = planned(toml, "orchestrator")
     assert plan.engines is not None
@@ -123,6 +128,7 @@ def test_engines_have_a_pod_each_and_the_router_one_of_its_own(toml: Path) -> No
     assert list(router.argv[at + 1 : at + 4]) == urls
 
 
+@needs("routers")
 def test_ports_are_those_of_the_services(toml: Path) -> None:
     ports = {
         "inference": {"port": 8010},
@@ -160,6 +166,7 @@ def test_without_a_router_the_orchestrator_has_the_address_of_every_engine(toml:
     assert [spec.name for spec in own_processes(plan, pod)] == ["inference_2"]
 
 
+@needs("routers")
 def test_a_router_that_runs_elsewhere_has_all_engines(toml: Path) -> None:
     address = "http://exp-epp:8080"
     words = ["--inference.router.address", address, "--inference.router.type", "llm-d"]
@@ -171,6 +178,7 @@ def test_a_router_that_runs_elsewhere_has_all_engines(toml: Path) -> None:
     assert (spec.name, spec.ports) == ("inference_1", {"http": 8000})
 
 
+@needs("routers", "vllm")
 def test_a_shape_over_several_nodes_is_laid_over_the_pods(toml: Path) -> None:
     wide = ["--inference.deployment.type", "multi_node", "--inference.deployment.num-nodes", "3"]
     wide += ["--inference.enable-expert-parallel", "--inference.parallel.dp", "24"]
@@ -184,6 +192,7 @@ def test_a_shape_over_several_nodes_is_laid_over_the_pods(toml: Path) -> None:
         planned(toml, "inference", 1, *wide, inference=4, gpus=8)
 
 
+@needs("routers")
 def test_every_pod_makes_the_same_key_and_it_is_in_no_command(toml: Path) -> None:
     keys = set()
     for role in ("orchestrator", "inference", "router"):
@@ -221,6 +230,7 @@ def test_a_config_that_does_not_fit_the_release_is_refused(toml: Path) -> None:
         planned(toml, "orchestrator", 0, "--no-inference")
 
 
+@needs("routers")
 def test_a_pod_that_starts_again_continues_at_the_newest_checkpoint(toml: Path) -> None:
     _, cfg, _ = planned(toml, "trainer")
     run = cfg.run_dir

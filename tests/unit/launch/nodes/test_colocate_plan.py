@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cases import plans
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.launch.plan import plan as planning
@@ -21,6 +22,7 @@ def config(tmp_path, monkeypatch):
     return plans.loader(tmp_path, monkeypatch, plans.TOML + "[colocate]\n", num_gpus=4)
 
 
+@needs("routers")
 def test_both_have_the_same_gpus_in_synchronous_steps_and_engines_can_sleep(config):
     cfg = config("--deployment.num-train-gpus 4 --inference.parallel.tp 2 --inference.deployment.num-replicas 2")
     assert cfg.orchestrator.max_async_level == 0 and cfg.inference.enable_sleep_mode
@@ -47,6 +49,7 @@ def test_every_node_of_the_trainer_has_its_ranks_and_engines_on_the_same_gpus(co
     assert not any(spec.imports_early for spec in plan.processes if spec.waits_for_devices)
 
 
+@needs("routers", "vllm")
 def test_an_engine_over_all_nodes_takes_turns_with_the_trainer_there(config):
     shape = "--inference.deployment.type multi_node --inference.deployment.num-nodes 2 "
     shape += "--inference.deployment.nodes-per-engine 2 --inference.deployment.gpus-per-node 4 "
@@ -68,7 +71,11 @@ def test_who_keeps_its_memory_leaves_the_engine_half_of_it(config):
         ("--orchestrator.oversampling-factor 2", "orchestrator.max_async_level = 0 forbids it"),
         ("--colocate.offload-train false --colocate.offload-rollout false", "no process would free memory"),
         ("--no-inference", "with [colocate] the run starts its engines"),
-        ("--inference.device cpu --inference.engine vllm", 'vLLM has no sleep mode on a CPU; use engine = "embedded"'),
+        pytest.param(
+            "--inference.device cpu --inference.engine vllm",
+            'vLLM has no sleep mode on a CPU; use engine = "embedded"',
+            marks=needs("vllm"),
+        ),
         ("--model.lora.rank 4", "which level 2 drops; use 1"),
         (NODES + "--deployment.num-infer-replicas 1", "engines take 1 x 1 = 1 nodes, those of the trainer; give 1"),
         (

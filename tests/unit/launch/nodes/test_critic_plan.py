@@ -32,6 +32,7 @@ def places(plan):
     return {spec.name: (spec.node, spec.devices) for spec in plan.processes if spec.role in ("trainer", "critic")}
 
 
+@needs("routers")
 def test_actor_critic_and_rollout_add_up(config):
     counts = "--deployment.num-train-gpus 4 --deployment.num-critic-gpus 4 --deployment.num-infer-gpus 8"
     cfg = config(f"{counts} --inference.deployment.num-replicas 8")
@@ -52,6 +53,7 @@ def test_without_gpus_its_ranks_are_counted_by_workers(config, monkeypatch):
     assert places(plan).keys() == {"trainer_0", "trainer_1", "critic_0", "critic_1"} and gpu_sum(plan) is None
 
 
+@needs("routers", "vllm")
 def test_over_several_machines_it_is_beside_the_trainer_or_behind_it(config):
     beside = plan_nodes(cfg := config(f"{WIDE} --deployment.critic_gpus_per_node 2"), cfg.run_dir)
     assert places(beside)["critic_1"] == (0, ("5",)) and places(beside)["trainer_3"] == (0, ("3",))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases import plans
+from processes.add_ons import needs
 
 from stretto.base.paths import RunDir
 from stretto.cli import main
@@ -29,6 +30,7 @@ def idle(plan: LaunchPlan) -> list[str]:
     return [note for note in plan.notes if "given to nobody" in note]
 
 
+@needs("routers", "vllm")
 @pytest.mark.parametrize(
     "words",
     [
@@ -46,6 +48,7 @@ def test_all_gpus_of_the_nodes_are_used(planned: Callable[[str], LaunchPlan], wo
     assert (gpu_sum(plan), idle(plan)) == ("16 trainer + 16 inference = 32", [])
 
 
+@needs("routers", "vllm")
 def test_an_engine_over_all_nodes_of_a_replica_takes_all_their_gpus(planned) -> None:
     words = "--deployment.num-infer-nodes 2 --inference.enable-expert-parallel true --inference.parallel.tp 2"
     plan = planned(words)
@@ -53,6 +56,7 @@ def test_an_engine_over_all_nodes_of_a_replica_takes_all_their_gpus(planned) -> 
     assert plan.config.inference.parallel.dp == 8
 
 
+@needs("routers", "vllm")
 @pytest.mark.parametrize(
     ("words", "left"),
     [
@@ -76,6 +80,7 @@ def test_nodes_of_a_smaller_kind_are_full_but_not_as_nodes_of_a_job(planned) -> 
     assert idle(planned("--inference.device cpu --slurm.partition p"))[0].startswith("16 of 32 GPUs")
 
 
+@needs("routers", "vllm")
 def test_inference_alone_says_which_gpus_are_idle(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["inference", "--model", "m", "--deployment.type", "multi_node", "--parallel.tp", "4", "--dry-run"]
     assert main(words) == 0

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto import cli
 from stretto.base.errors import ConfigError
@@ -67,6 +68,7 @@ def test_too_few_gpus_are_said_by_the_node_that_has_them(tmp_path, monkeypatch):
         node_checks.check_num_gpus(1, 1, "b", "deployment.gpus_per_node")
 
 
+@needs("routers", "vllm")
 def test_gpus_that_are_not_used_are_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert node_checks.unused_gpus(4) is None and node_checks.unused_gpus(0) is None

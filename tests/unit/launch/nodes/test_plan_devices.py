@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases.plans import config_builder, isolate
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.check.devices import check_sft_devices
@@ -17,16 +19,21 @@ from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.run.serve import plan_serving
 
 OFFLOAD = ["--inference.kv-cache-offload.cpu.num-bytes", "1000000", "--inference.kv-cache-offload.type"]
-NEED_A_GPU = [
+NEED_A_GPU: list[Any] = [
     (["--model.fp8"], "fp8 = true needs a GPU"),
     (["--model.optim-cpu-offload"], "optim_cpu_offload = true"),
     (["--model.fsdp-cpu-offload"], "fsdp_cpu_offload = true"),
     (["--model.ac-offloading"], r"\[trainer.model.ac_offloading\]"),
     (["--model.ep-comm-backend", "deepep"], 'ep_comm_backend = "deepep" needs GPUs'),
-    ([*OFFLOAD, "native"], 'kv_cache_offload.type = "native"'),
-    (["--inference.engine", "vllm", "--inference.enable-sleep-mode"], "no sleep mode on a CPU"),
-    (["--inference.engine", "vllm", "--inference.use-deep-gemm"], "use_deep_gemm = true"),
-    (["--inference.engine", "vllm", "--inference.block-size", "48"], "multiples of 32"),
+    *(
+        pytest.param([*words], rule, marks=needs("vllm"))
+        for words, rule in (
+            ([*OFFLOAD, "native"], 'kv_cache_offload.type = "native"'),
+            (["--inference.engine", "vllm", "--inference.enable-sleep-mode"], "no sleep mode on a CPU"),
+            (["--inference.engine", "vllm", "--inference.use-deep-gemm"], "use_deep_gemm = true"),
+            (["--inference.engine", "vllm", "--inference.block-size", "48"], "multiples of 32"),
+        )
+    ),
 ]
 NODES = ["--deployment.type", "multi_node", "--deployment.num-train-nodes", "1", "--deployment.num-infer-nodes", "1"]
 
@@ -55,6 +62,7 @@ def test_a_plan_with_gpus_accepts_it_though_this_machine_has_none(config, words:
     assert all(spec.devices for spec in planning.plan(cfg, cfg.run_dir).processes if spec.role == "trainer")
 
 
+@needs("routers", "vllm")
 @pytest.mark.parametrize(("words", "rule"), NEED_A_GPU)
 def test_nodes_are_judged_by_the_gpus_that_the_deployment_counts(config, words: Sequence[str], rule: str) -> None:
     with_gpus = config(*words, *NODES, "--deployment.gpus-per-node", "1", "--dry-run")
@@ -64,6 +72,7 @@ def test_nodes_are_judged_by_the_gpus_that_the_deployment_counts(config, words: 
         plan_nodes(without, without.run_dir)
 
 
+@needs("vllm")
 def test_an_engine_that_is_told_to_run_on_the_cpu_is_judged_so_beside_a_trainer_with_gpus(config) -> None:
     cfg = config(*OFFLOAD, "native", "--inference.device", "cpu", "--dry-run",
                  "--deployment.num-train-gpus", "1")  # fmt: skip
@@ -71,12 +80,13 @@ def test_an_engine_that_is_told_to_run_on_the_cpu_is_judged_so_beside_a_trainer_
         planning.plan(cfg, cfg.run_dir)
 
 
+@needs("vllm")
 def test_a_store_that_needs_no_gpu_is_accepted_on_the_cpu(config) -> None:
     cfg = config(*OFFLOAD, "mooncake", "--inference.kv-cache-offload.protocol", "tcp")
     planning.plan(cfg, cfg.run_dir)
 
 
-@pytest.mark.parametrize(("words", "rule"), [each for each in NEED_A_GPU if each[0][0].startswith("--model")][:4])
+@pytest.mark.parametrize(("words", "rule"), NEED_A_GPU[:4])
 def test_sft_refuses_it_on_a_machine_without_gpus_and_plans_it_for_counted_ones(
     tmp_path: Path, words: Sequence[str], rule: str
 ) -> None:
@@ -88,6 +98,7 @@ def test_sft_refuses_it_on_a_machine_without_gpus_and_plans_it_for_counted_ones(
     check_sft_devices(load(SFTConfig, [*base, "--dry-run", "--deployment.num-train-gpus", "1"]))
 
 
+@needs("vllm")
 def test_inference_alone_refuses_it_too(tmp_path: Path) -> None:
     cfg = load(
         InferenceConfig,

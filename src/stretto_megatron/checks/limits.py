@@ -1,4 +1,4 @@
-"""What the core finds of the backend: what it does not compute, before a run starts, and what builds its network.
+"""What Megatron-Core does not compute, which is known before a run starts; and what builds its networks.
 
 Neither torch nor Megatron-Core is imported before a network is built.
 """
@@ -13,7 +13,6 @@ from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import MegatronSection
 from stretto.families.shape import ModelConfig, MoEShape
 from stretto.families.table import TRAITS, family_of, traits_of
-from stretto.models.config import parse_config
 
 if TYPE_CHECKING:
     from stretto.trainer.network import Network
@@ -65,6 +64,8 @@ def check(family: str, found: Mapping[str, Any], model: ModelSection, megatron: 
     """
     _check_family(family_of({"model_type": family}))
     if found:
+        from stretto.models.config import parse_config
+
         check_shape(cfg := parse_config(dict(found), "config.json"))
         check_mesh(cfg, model, megatron)
     check_overrides(megatron.overrides)

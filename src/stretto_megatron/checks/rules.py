@@ -74,3 +74,4 @@ def devices(c: RLConfig, at: At) -> Problems:
 
 
 RULES: Rules = {TrainerKeys: (section_in_use,), TrainerSection: (network,), RLConfig: (devices,)}
+DOUBTS = ((TrainerKeys, section_is_off),)

@@ -1,7 +1,7 @@
 """Options of vllm-router: `--router-...` after `rl` and `inference`, and [inference.router] extra.
 
-`router.json` lists the long options of the supported router; `python -m stretto.config.flags.router` writes it
-for the installed one.
+`router.json` lists the long options of the supported router; `python -m stretto_routers.flags` writes it for the
+installed one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from stretto.config.flags.table import Flag, Program, Table, option_of, table_text
+from stretto.config.flags import Flag, Program, Table, option_of, table_text
+from stretto.config.spelling import Spelling
 
 PREFIX = "--router-"
 RESERVED = {
@@ -62,6 +63,14 @@ def rewrite_router_flags(words: Sequence[str], section: str) -> list[str]:
             given = ROUTER.parse_value(ROUTER.find(name, option), word, queue)
             done += [f"--{section}router.extra.{name.replace('-', '_')}", msgspec.json.encode(given).decode()]
     return done
+
+
+def _words_of(verb: str, words: list[str]) -> list[str]:
+    section = {"rl": "inference.", "inference": ""}.get(verb)
+    return words if section is None else rewrite_router_flags(words, section)
+
+
+SPELLING = Spelling((), words=_words_of)
 
 
 def read_installed() -> Table:

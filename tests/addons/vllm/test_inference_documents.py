@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from processes.add_ons import needs
 
-from stretto.config.flags.router import rewrite_router_flags
-from stretto.config.flags.vllm import split_vllm_flags
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig
-from stretto.config.section import has_key
 from stretto.launch.plan.engines import plan_engines
 from stretto.launch.plan.nodes import plan_nodes
+from stretto.verbs import _own_flags
 
 MODEL = '[inference]\nmodel = "PrimeIntellect/INTELLECT-3"\n'
 DISAGGREGATED = '[inference.deployment]\ntype = "disaggregated"\nnum_prefill_nodes = 2\nnum_decode_nodes = 2\n'
@@ -79,9 +76,6 @@ def test_the_words_of_both_nodes_of_an_engine_are_taken_as_they_stand(more):
         "--data-parallel-size 4 --tensor-parallel-size 4 --data-parallel-size-local 2 "
         f"--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 5555{more}"
     )
-    words, extra = split_vllm_flags(
-        rewrite_router_flags(line.split(), ""), lambda option: has_key(InferenceConfig, option)
-    )
-    cfg = load(InferenceConfig, [*words, "--vllm-extra", json.dumps(extra)], verb="inference")
+    cfg = load(InferenceConfig, _own_flags("inference", line.split()), verb="inference")
     assert (cfg.parallel.tp, cfg.parallel.dp, cfg.vllm_extra["data_parallel_size_local"]) == (4, 4, 2)
     assert cfg.model == "Qwen/Qwen3-0.6B" and cfg.chosen_engine(has_gpu=False) == "vllm"

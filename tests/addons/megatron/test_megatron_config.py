@@ -11,8 +11,8 @@ from processes.add_ons import needs
 
 from stretto import __version__
 from stretto.base.errors import ConfigError
-from stretto.check.degrees import Degrees, Shape, find_megatron_degrees
-from stretto.check.megatron import MADE, check_refused, check_trainer_python, trainer_python
+from stretto.check.backend import check_trainer_python, trainer_python
+from stretto.check.degrees import Degrees, Shape
 from stretto.check.models import check_shape
 from stretto.config.load import build, load
 from stretto.config.root import RLConfig
@@ -20,13 +20,14 @@ from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.config.sections.trainer import MegatronSection, TrainerKeys
 from stretto.launch.plan.plan import plan
 from stretto.models import hub
+from stretto_megatron.backend import MADE, Megatron
 
 DENSE = Shape(num_heads=8, num_kv_heads=4, intermediate_size=64, family="qwen3", num_layers=12)
 SPARSE = Shape(num_heads=8, num_kv_heads=4, intermediate_size=64, num_experts=6, family="qwen3_moe", num_layers=12)
 
 
 def degrees(ranks: int, shape: Shape = DENSE, model: dict | None = None, **section) -> Degrees:
-    return find_megatron_degrees(ModelSection(**(model or {})), MegatronSection(**section), ranks, shape)
+    return Megatron(MegatronSection(**section)).degrees(ModelSection(**(model or {})), ranks, shape)
 
 
 def test_what_tp_cp_and_pp_leave_are_replicas():
@@ -134,7 +135,7 @@ def test_what_megatron_does_not_do_is_refused(tmp_path, given, said):
     assert said in str(caught.value)
 
 
-@needs("critic", "megatron")
+@needs("critic")
 def test_the_reference_and_the_critic_must_fit_the_mesh_too(tmp_path):
     shape = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
     for name, layers in (("policy", 4), ("other", 3)):
@@ -156,7 +157,7 @@ def of_ppo(critic: dict, **more) -> dict:
     return {"advantages": {"type": "gae"}, "critic": critic, "megatron": {"pp": 2} | more}
 
 
-@needs("critic", "megatron")
+@needs("critic")
 def test_a_critic_on_ranks_of_its_own_has_the_stages_of_the_policy(tmp_path):
     ppo = {"orchestrator": {"algo": {"type": "ppo"}, "num_train_workers": 2}}
     cfg = rl(tmp_path, of_ppo({"placement": {}}), model={"tp": 2}, **ppo)
@@ -176,7 +177,7 @@ def test_a_critic_on_ranks_of_its_own_has_the_stages_of_the_policy(tmp_path):
         check_shape(rl(tmp_path, of_ppo({"placement": {}}), model={"ep": 2}, **ppo))
 
 
-@needs("critic", "megatron")
+@needs("critic")
 def test_what_a_critic_computes_again_is_checked_too(tmp_path):
     hub.save_hf(hub.random_model(ScratchSection(family="qwen3", num_layers=2), 50), tmp_path)
     ppo = {"orchestrator": {"algo": {"type": "ppo"}}}
@@ -189,7 +190,6 @@ def test_what_a_critic_computes_again_is_checked_too(tmp_path):
         rl(tmp_path, both, **ppo)
 
 
-@needs("megatron")
 @pytest.mark.parametrize(
     ("found", "said"),
     [
@@ -201,12 +201,11 @@ def test_what_a_critic_computes_again_is_checked_too(tmp_path):
 def test_gates_of_experts_that_megatron_does_not_compute_are_refused(tmp_path, found, said):
     hub.save_hf(hub.random_model(ScratchSection(family="glm4_moe", num_layers=2), 50), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    check_refused("glm4_moe", config, ModelSection(), MegatronSection())
+    Megatron(None).check("glm4_moe", config, ModelSection())
     with pytest.raises(ConfigError, match=said):
-        check_refused("glm4_moe", config | found, ModelSection(), MegatronSection())
+        Megatron(None).check("glm4_moe", config | found, ModelSection())
 
 
-@needs("megatron")
 @pytest.mark.parametrize(
     ("family", "found", "said"),
     [
@@ -224,31 +223,29 @@ def test_parts_that_megatron_does_not_compute_are_refused(tmp_path, family, foun
     shape = {"num_experts": 16, "num_layers": 2, "num_experts_per_tok": 2}
     hub.save_hf(hub.random_model(ScratchSection(family=family, **shape), 50), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    check_refused(family, config, ModelSection(), MegatronSection())
+    Megatron(None).check(family, config, ModelSection())
     with pytest.raises(ConfigError, match=said):
-        check_refused(family, config | found, ModelSection(), MegatronSection())
+        Megatron(None).check(family, config | found, ModelSection())
 
 
-@needs("megatron")
 def test_degrees_that_megatron_does_not_have_for_sinks_and_biases_are_refused(tmp_path):
     hub.save_hf(hub.random_model(ScratchSection(family="gpt_oss", num_layers=2), 50), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    check_refused("gpt_oss", config, ModelSection(tp=2, ep=2), MegatronSection(pp=2))
+    Megatron(MegatronSection(pp=2)).check("gpt_oss", config, ModelSection(tp=2, ep=2))
     with pytest.raises(ConfigError, match="cp = 2: Megatron does not split tokens of attention with windows or sinks"):
-        check_refused("gpt_oss", config, ModelSection(cp=2), MegatronSection())
+        Megatron(None).check("gpt_oss", config, ModelSection(cp=2))
     with pytest.raises(ConfigError, match="etp = 2: Megatron does not divide experts with biases"):
-        check_refused("gpt_oss", config, ModelSection(), MegatronSection(etp=2))
+        Megatron(MegatronSection(etp=2)).check("gpt_oss", config, ModelSection())
 
 
-@needs("megatron")
 @pytest.mark.parametrize(
     ("name", "said"),
     [("num_layers", "the model's config.json"), ("pipeline_model_parallel_size", "trainer.megatron.pp; set that")],
 )
 def test_overrides_of_the_mesh_and_the_model_are_refused(name, said):
     with pytest.raises(ConfigError, match=f"trainer.megatron.overrides: {name} is said by {said}"):
-        check_refused("qwen3", {}, ModelSection(), MegatronSection(overrides={name: 2}))
-    check_refused("qwen3", {}, ModelSection(), MegatronSection(overrides={"moe_grouped_gemm": True}))
+        Megatron(MegatronSection(overrides={name: 2})).check("qwen3", {}, ModelSection())
+    Megatron(MegatronSection(overrides={"moe_grouped_gemm": True})).check("qwen3", {}, ModelSection())
 
 
 def stand_in(path: Path, **found) -> Path:
@@ -282,7 +279,7 @@ def test_what_the_trainers_python_lacks_is_told(tmp_path, found, said):
 
 @pytest.mark.heavy
 def test_a_python_that_does_not_answer_in_time_is_not_called_broken(tmp_path, monkeypatch):
-    monkeypatch.setattr("stretto.check.megatron.PROBE_S", 0.2)
+    monkeypatch.setattr("stretto.check.backend.PROBE_S", 0.2)
     slow = tmp_path / "python"
     slow.write_text("#!/bin/sh\nexec sleep 20\n")
     slow.chmod(0o755)

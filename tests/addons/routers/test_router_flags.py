@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from stretto.base.errors import ConfigError
-from stretto.config.flags.router import ROUTER, arguments, read_installed, rewrite_router_flags
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig, RLConfig
+from stretto_routers.flags import ROUTER, arguments, read_installed, rewrite_router_flags
 
 TYPED = ["--router-policy", "round_robin", "--router-cb-failure-threshold", "3", "--router-disable-retries"]
 
