@@ -402,8 +402,6 @@ def _is_leaving_first() -> bool:
     return True
 
 
-
-
 def build_core(cfg: InferenceConfig, directory: Path) -> EngineCore:
     """Build the engine of an [inference] section."""
     device = cfg.device
