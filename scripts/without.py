@@ -39,6 +39,13 @@ TESTS = {
         "tests/e2e/beside",
         "tests/e2e/learning/test_distillation_runs.py",
     ),
+    "families": (
+        "tests/dist/test_meshes.py",
+        "tests/contract/families",
+        "tests/gpu/test_trees_gpu.py",
+        "tests/cases/kernels/key_choice.py",
+        "tests/addons/native/test_chosen_kernels.py",
+    ),
     "hubs": ("tests/e2e/hubs",),
     "routers": ("tests/wires/test_two_routers.py", "tests/contract/routing", "tests/e2e/routers"),
     "preference": ("tests/cases/pairs.py", "tests/dist/pairs", "tests/e2e/beside/test_reward_models.py"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stretto.config.sections.model import ScratchSection
+from stretto.families.table import VISION_FAMILIES, families_with
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.inference.embedded.scheduler import EngineRequest, RequestState
 from stretto.inference.embedded.slots import SequenceState
@@ -20,6 +21,7 @@ from stretto.records.generate import Completion, GenerateRequest, SamplingParams
 
 VOCAB = 40
 EOS = 1
+RECURRENT = [name for name in families_with(lambda traits: traits.is_recurrent) if name not in VISION_FAMILIES]
 USE_KERNELS = True  # set by the fixture both_engines
 
 
@@ -39,6 +41,22 @@ def build_model(seed: int = 0, **shape) -> Decoder:
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.mul_(6)
+    return model
+
+
+def build_varied(family: str, **shape: int) -> Decoder:
+    """Norms, biases and whatever else has one dim are not as at the start."""
+    generator = torch.Generator().manual_seed(1)
+    model = build_model(
+        **{
+            "family": family, "num_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "sliding_window": 20, "index_topk": 12,
+        } | shape
+    )  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     return model
 
 

@@ -27,7 +27,7 @@ from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.config.sections.trainer import MegatronSection
 from stretto.families.shape import ModelConfig, MoEShape
 from stretto.models.attention import packed_attention
-from stretto.models.parts.mixers.attend import Limits
+from stretto.models.parts.attend import Limits
 from stretto.models.parts.norm import RMSNorm
 from stretto.models.parts.rope import inverse_frequencies
 from stretto.trainer.parallel.collectives import gather_rows
@@ -44,6 +44,7 @@ def build_config(
 
     Raises: ConfigError for an override that Megatron does not know or does not accept.
     """
+    latent = cfg.shape_of("latent")
     settings = _shape_settings(cfg) | _mesh_settings(section) | _recompute_settings(ac)
     settings |= {
         "params_dtype": dtype,
@@ -55,14 +56,14 @@ def build_config(
         # Losses are divided by the tokens of all ranks already, so gradients are summed.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": HAVE_TE and cfg.latent is None,  # that of latent attention has frequencies of its own
+        "apply_rope_fusion": HAVE_TE and latent is None,  # that of latent attention has frequencies of its own
         "masked_softmax_fusion": False,
         "bias_activation_fusion": HAVE_TE,
         "bias_dropout_fusion": False,
         "persist_layer_norm": HAVE_TE,
         "transformer_impl": "transformer_engine" if HAVE_TE else "local",
     }
-    kind = TransformerConfig if cfg.latent is None else MLATransformerConfig
+    kind = TransformerConfig if latent is None else MLATransformerConfig
     known = {each.name for each in fields(kind)}
     if unknown := sorted(set(section.overrides) - known):
         raise ConfigError(f"trainer.megatron.overrides: Megatron-Core has no argument {unknown[0]!r}; correct its name")
@@ -102,7 +103,7 @@ def _attention_settings(cfg: ModelConfig) -> dict[str, Any]:
             "window_size": (cfg.window - 1, 0),
             "window_attn_skip_freq": [int(window is not None) for window in windows],
         }
-    if (latent := cfg.latent) is None:
+    if (latent := cfg.shape_of("latent")) is None:
         # The factor on cos and sin of queries and keys is one on their products, as whole heads are rotated.
         _, factor = inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)
         return settings | {"softmax_scale": None if factor == 1.0 else factor**2 * cfg.head_dim**-0.5}
@@ -212,28 +213,28 @@ def build_chunks(cfg: ModelConfig, config: TransformerConfig, device: torch.devi
             rotary_percent=cfg.rope.fraction,
             vp_stage=stage,
         ).to(device)
-        if cfg.latent is None:
+        if (latent := cfg.shape_of("latent")) is None:
             frequencies, _ = inverse_frequencies(cfg.rope, cfg.head_dim, cfg.max_position_embeddings)
             chunk.rotary_pos_emb.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=device)
         else:
             for layer in chunk.decoder.layers:
-                _finish_latent(layer.self_attention, cfg, device)
+                _finish_latent(layer.self_attention, cfg, latent.rank + latent.rotated_dim, device)
         if cfg.out_bias:
             _finish_biases(chunk)
         chunks.append(chunk)
     return chunks
 
 
-def _finish_latent(attention: Any, cfg: ModelConfig, device: torch.device) -> None:
+def _finish_latent(attention: Any, cfg: ModelConfig, small: int, device: torch.device) -> None:
     """Give latent attention our frequencies; without Transformer Engine also linear layers that are whole on each rank.
 
-    Megatron's own divide small vectors over tp, and lose a part of the gradient of the keys that heads share.
+    Megatron's own divide small vectors over tp, and lose a part of the gradient of the keys that heads
+    share. small: the width of the small vectors of keys.
     """
-    assert cfg.latent is not None
     attention.rotary_pos_emb = Rotation(cfg, device)
     for name in () if HAVE_TE else ("linear_q_down_proj", "linear_kv_down_proj"):
         if (built := getattr(attention, name, None)) is not None:
-            size = attention.config.q_lora_rank if "_q_" in name else cfg.latent.rank + cfg.latent.rotated_dim
+            size = attention.config.q_lora_rank if "_q_" in name else small
             setattr(attention, name, WholeLinear(attention.config, built.input_size, size).to(device))
 
 

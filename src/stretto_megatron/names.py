@@ -70,7 +70,6 @@ ALIASES = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": ("self_attention.kv_layernorm.weight",),
 }
 """Other names of the same tensor, which Megatron's own layers have; a checkpoint is written with all of them."""
-_LATENT = {"latent", "sparse_latent"}
 OTHERWISE = "give its Hugging Face weights"
 LAYERS, EXPERTS = "decoder.layers.", "mlp.experts.experts."
 _MODULES_OF_ENGINE = ("linear_", "layernorm", "output_layer")
@@ -87,7 +86,7 @@ def megatron_map(cfg: ModelConfig, where: str, *, shapes: Mapping[str, Shape] | 
     parts = {
         "a vision tower": cfg.vision is not None,
         "recurrent layers": cfg.has_recurrence,
-        "another attention": bool(set(cfg.mixers) - _LATENT),
+        "another attention": any(mixer.name != "latent" for mixer in cfg.mixers),
     }
     if there := [part for part, is_there in parts.items() if is_there]:
         raise DataError(
@@ -111,7 +110,7 @@ def _slices(cfg: ModelConfig, name: str, shape: Shape, shapes: Mapping[str, Shap
     _, _, layer, part = name.split(".", 3)
     inner, kind = part.rsplit(".", 1) if "." in part else (part, "")
     their = f"{LAYERS}{layer}."
-    is_latent = bool(cfg.mixers) and cfg.mixer_of(int(layer)) in _LATENT
+    is_latent = cfg.mixer_of(int(layer)).name == "latent"
     if inner in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj") and not is_latent:
         yield from _by_group(cfg, name, shape, f"{their}self_attention.linear_qkv.{kind}", int(layer))
         return

@@ -15,7 +15,7 @@ from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.families.shape import ModelConfig
 
 INDEX_BYTES = 4.0
-"""Size of the index of one chosen key of one query (parts/mixers/key_choice.py)."""
+"""Size of the index of one chosen key of one query of a mixer."""
 
 
 class Moment(NamedTuple):
@@ -84,7 +84,7 @@ def block_activations(
     width = float(cfg.hidden_size)
     own = 1 / tp if splits_tokens else 1.0  # share of the tokens
     has_kernels = is_cpu and not is_half
-    kind = cfg.mixer_of(layer)
+    kind = cfg.mixer_of(layer).name
     has_mlp = layer not in cfg.layers_without_mlp
     mixed, attention, projected = _mixer(cfg, layer, kind, tp, is_cpu=is_cpu, has_kernels=has_kernels)
     halves = (kind != "none") + has_mlp
@@ -111,8 +111,9 @@ def block_activations(
         moments.append(Moment(width + attention - mlp - experts - router, 1.0, 0.0))
     # A norm in 16 bits keeps its input in 32 bits, and its result before the weight is applied.
     norm = width * halves * (1.0 if not is_half else 4.0 if is_cpu else 1.0)
-    indexer = None if cfg.latent is None else cfg.latent.indexer
-    chooses = kind == "sparse_latent" and indexer is not None and indexer.sources[layer] == layer
+    latent = cfg.shape_of("latent")
+    indexer = None if latent is None else latent.indexer
+    chooses = indexer is not None and indexer.sources[layer] == layer
     return BlockActivations(
         residual=own * (width * halves + 2.0 * halves),
         norm=own * norm,
@@ -154,18 +155,16 @@ def _mixer(
     if kind == "none":
         return 0.0, 0.0, 0.0
     if kind == "gated_delta":
-        delta = cfg.gated_delta
-        assert delta is not None
+        delta = cfg.mixer_of(layer).shape
         keys, values = delta.num_key_heads * delta.key_head_dim, delta.num_value_heads * delta.value_head_dim
         channels = 2 * keys + values
         return 3.0 * channels + 4.0 * values, 2.0 * channels, 0.0
     if kind == "mamba":
-        mamba = cfg.mamba
-        assert mamba is not None
+        mamba = cfg.mixer_of(layer).shape
         size, state = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim
         return 6.0 * size + 6.0 * state, 3.0 * size, 0.0
-    if kind in ("latent", "sparse_latent"):
-        return _latent(cfg, kind)
+    if kind == "latent":
+        return _latent(cfg, layer)
     heads = cfg.attention(layer).num_heads / tp
     q, kv = heads * cfg.head_dim, cfg.num_kv_heads / tp * cfg.head_dim
     projected = q + kv + heads + cfg.num_kv_heads / tp if cfg.has_qk_norm else 0.0
@@ -179,16 +178,15 @@ def _mixer(
     return mixed, 2 * (q + kv), projected
 
 
-def _latent(cfg: ModelConfig, kind: str) -> tuple[float, float, float]:
-    latent, heads = cfg.latent, cfg.num_heads
-    assert latent is not None
+def _latent(cfg: ModelConfig, layer: int) -> tuple[float, float, float]:
+    latent, heads = cfg.mixer_of(layer).shape, cfg.num_heads
     key = latent.plain_dim + latent.rotated_dim
     rank = latent.query_rank or 0
     small = 2.0 * rank + 2.0 * (latent.rank + latent.rotated_dim)
-    if kind == "latent":
+    if latent.indexer is None:
         expanded = heads * (latent.plain_dim + latent.value_dim)
         return heads * key * 4.0 + heads * latent.value_dim, 3.0 * heads * key, small + heads * key + expanded
     wide = heads * (latent.rank + latent.rotated_dim)
-    index = 0.0 if latent.indexer is None else latent.indexer.num_heads * latent.indexer.head_dim
+    index = latent.indexer.num_heads * latent.indexer.head_dim
     mixed = wide + heads * latent.rank + heads * latent.value_dim
     return mixed, wide + heads * latent.rank, small + heads * key + wide + index

@@ -141,7 +141,7 @@ class Costs:
         return total - experts * (1 - touched)
 
     def _cache_read(self, engine: EngineSetup, sequences: float, mean: float) -> float:
-        latent = self.setup.shape.latent
+        latent = self.setup.shape.shape_of("latent")
         per_token = bytes_per_token(self.setup, engine)
         if latent is not None and latent.indexer is not None and mean > latent.indexer.top_k:
             # All keys of the index, and the chosen ones of attention.

@@ -419,7 +419,7 @@ def bytes_per_token(setup: Setup, engine: EngineSetup) -> float:
     """Cache of one token on one device."""
     values = setup.size.cache_values(is_expanded=engine.kind == "embedded")
     # Heads are spread over tp as far as there are some; the small vectors of latent attention are whole on each.
-    spread = 1 if setup.shape.latent is not None else min(engine.tp, setup.shape.num_kv_heads)
+    spread = 1 if setup.shape.shape_of("latent") is not None else min(engine.tp, setup.shape.num_kv_heads)
     return values * BYTES[engine.cache_dtype] / spread
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from stretto.families.shape import ModelConfig
+from stretto.families.shape import Mixer, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,13 @@ class NetworkSize:
     def _ops_per_key(self) -> dict[float, float]:
         """Operations of one query for one key it sees, over the layers in which it sees at most so many keys."""
         cfg, found = self.shape, defaultdict[float, float](float)
+        latent = cfg.shape_of("latent")
         for layer in cfg.attending_layers:
             window: float = cfg.attention(layer).window or math.inf
-            if cfg.latent is None:
+            if latent is None:
                 found[window] += 4.0 * cfg.attention(layer).num_heads * cfg.head_dim
                 continue
-            latent, indexer = cfg.latent, cfg.latent.indexer
+            indexer = latent.indexer
             if indexer is None:
                 widths = latent.plain_dim + latent.rotated_dim + latent.value_dim
                 found[window] += 2.0 * cfg.num_heads * widths
@@ -125,11 +126,11 @@ class NetworkSize:
 
     def _count_cache_values(self, is_expanded: bool) -> float:
         cfg, values = self.shape, 0.0
+        latent = cfg.shape_of("latent")
         for layer in cfg.attending_layers:
-            if cfg.latent is None:
+            if latent is None:
                 values += 2 * cfg.num_kv_heads * cfg.head_dim
                 continue
-            latent = cfg.latent
             if is_expanded:
                 values += 2 * cfg.num_heads * (latent.plain_dim + latent.rotated_dim)
                 continue
@@ -143,7 +144,7 @@ class NetworkSize:
         """Values that recurrent layers keep per sequence of any length: latest inputs, and float32 states."""
         recent = state = 0
         for layer in range(self.shape.num_layers):
-            own = _state_values(self.shape, self.shape.mixer_of(layer))
+            own = _state_values(self.shape.mixer_of(layer))
             recent, state = recent + own[0], state + own[1]
         return recent, state
 
@@ -152,7 +153,7 @@ class NetworkSize:
 
 
 def _layer(cfg: ModelConfig, layer: int) -> LayerSize:
-    kind, width = cfg.mixer_of(layer), cfg.hidden_size
+    kind, width = cfg.mixer_of(layer).name, cfg.hidden_size
     mixer, small, frozen = _mixer(cfg, layer, kind)
     small += width * (kind != "none")
     dense, experts, share = 0, 0, 0.0
@@ -192,10 +193,10 @@ def _mixer(cfg: ModelConfig, layer: int, kind: str) -> tuple[int, int, int]:
     if kind == "none":
         return 0, 0, 0
     if kind == "gated_delta":
-        return _gated_delta(cfg)
+        return _gated_delta(cfg, layer)
     if kind == "mamba":
-        return _mamba(cfg)
-    if kind in ("latent", "sparse_latent"):
+        return _mamba(cfg, layer)
+    if kind == "latent":
         return _latent(cfg, layer)
     width, heads = cfg.hidden_size, cfg.attention(layer).num_heads
     q, kv = heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
@@ -210,8 +211,7 @@ def _mixer(cfg: ModelConfig, layer: int, kind: str) -> tuple[int, int, int]:
 
 
 def _latent(cfg: ModelConfig, layer: int) -> tuple[int, int, int]:
-    latent, width = cfg.latent, cfg.hidden_size
-    assert latent is not None
+    latent, width = cfg.mixer_of(layer).shape, cfg.hidden_size
     q = cfg.num_heads * (latent.plain_dim + latent.rotated_dim)
     rank, small = latent.query_rank, latent.rank
     found = width * q if rank is None else (width + q) * rank + rank * cfg.qkv_bias
@@ -225,18 +225,16 @@ def _latent(cfg: ModelConfig, layer: int) -> tuple[int, int, int]:
     return found, small + (rank or 0), frozen
 
 
-def _gated_delta(cfg: ModelConfig) -> tuple[int, int, int]:
-    delta, width = cfg.gated_delta, cfg.hidden_size
-    assert delta is not None
+def _gated_delta(cfg: ModelConfig, layer: int) -> tuple[int, int, int]:
+    delta, width = cfg.mixer_of(layer).shape, cfg.hidden_size
     values = delta.num_value_heads * delta.value_head_dim
     channels = 2 * delta.num_key_heads * delta.key_head_dim + values
     found = width * (channels + 2 * values + 2 * delta.num_value_heads)
     return found, channels * delta.conv_width + 2 * delta.num_value_heads + delta.value_head_dim, 0
 
 
-def _mamba(cfg: ModelConfig) -> tuple[int, int, int]:
-    mamba, width = cfg.mamba, cfg.hidden_size
-    assert mamba is not None
+def _mamba(cfg: ModelConfig, layer: int) -> tuple[int, int, int]:
+    mamba, width = cfg.mixer_of(layer).shape, cfg.hidden_size
     size = mamba.num_heads * mamba.head_dim
     channels = size + 2 * mamba.num_groups * mamba.state_dim
     out = size + channels + mamba.num_heads
@@ -245,17 +243,15 @@ def _mamba(cfg: ModelConfig) -> tuple[int, int, int]:
     return found, small, 0
 
 
-def _state_values(cfg: ModelConfig, kind: str) -> tuple[int, int]:
+def _state_values(mixer: Mixer) -> tuple[int, int]:
     """Latest inputs of the convolution of one recurrent layer, and its state."""
-    if kind == "gated_delta":
-        delta = cfg.gated_delta
-        assert delta is not None
+    if mixer.name == "gated_delta":
+        delta = mixer.shape
         state = delta.num_value_heads * delta.key_head_dim * delta.value_head_dim
         channels = 2 * delta.num_key_heads * delta.key_head_dim + delta.num_value_heads * delta.value_head_dim
         return (delta.conv_width - 1) * channels, state
-    if kind == "mamba":
-        mamba = cfg.mamba
-        assert mamba is not None
+    if mixer.name == "mamba":
+        mamba = mixer.shape
         channels = mamba.num_heads * mamba.head_dim + 2 * mamba.num_groups * mamba.state_dim
         return (mamba.conv_width - 1) * channels, mamba.num_heads * mamba.head_dim * mamba.state_dim
     return 0, 0

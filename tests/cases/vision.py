@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 from tiny import document, pack
 
+from stretto.families.table import FAMILIES
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.config import parse_config
@@ -57,7 +58,8 @@ VISION_CASES: dict[str, tuple[str, dict, dict, dict]] = {
     "qwen3_5": ("qwen3_5", RECURRENT, {}, {}),
     "qwen3_5_moe": ("qwen3_5_moe", RECURRENT | MOE | {"shared_expert_intermediate_size": 16}, {}, {}),
 }
-"""Name: model_type, and what of text_config, vision_config and the rest is not as above."""
+VISION_CASES = {name: case for name, case in VISION_CASES.items() if case[0] in FAMILIES}
+"""Name: model_type, and what of text_config, vision_config and the rest is not as above, of families that are here."""
 
 PATCH_VALUES = 3 * 2 * 4 * 4
 

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cases.mixers import MIXER_CASES
+from cases.families import MIXER_CASES
 from cases.vision import build_vision_policy, image_batches
 from msgspec.structs import replace
 from ranks import gather_anything

@@ -11,7 +11,7 @@ from tiny import branches, build_policy, gradients, pack
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import ConstantScheduler, SgdOptim
 from stretto.models.attention import PackedLayout
-from stretto.models.parts.mixers.attend import Limits
+from stretto.models.parts.attend import Limits
 from stretto.trainer.learner import Learner
 
 pytestmark = pytest.mark.gpu

@@ -152,6 +152,7 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ("routers", ["--inference.deployment.num-replicas", "2", "--dry-run"], "needs the add-on stretto_routers"),
         ("vllm", ["--inference.engine", "vllm", "--dry-run"], "needs the add-on stretto_vllm"),
         ("megatron", ["--trainer.backend", "megatron", "--dry-run"], "needs the add-on stretto_megatron"),
+        ("families", ["--model.scratch.family", "nemotron_h", "--dry-run"], "needs the add-on stretto_families"),
         ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
         ("speculation", ["--inference.speculation.method", "ngram", "--dry-run"], "needs the add-on stretto_specul"),
         (

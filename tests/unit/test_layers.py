@@ -97,7 +97,7 @@ BELOW = {
     "stretto_triton": {"models"},
     "stretto_speculation": {"config", "inference"},
     "stretto_native": {"base", "families", "inference", "models"},
-    "stretto_families": {"base", "families"},
+    "stretto_families": {"base", "families", "inference", "models"},
     "stretto_critic": {
         "addons",  # its verb
         "algorithms",
@@ -281,6 +281,8 @@ HOMES = {
         "stretto_optimizers",
         "stretto_preference",
         "stretto_vime/hooks/trainer.py",
+        "stretto_families/mixers",
+        "stretto_families/caches",
     ),
     # stretto_python: types, and what a model object of the user is
     "transformers": (

@@ -426,7 +426,8 @@ def _unused_keys(model: ModelSection, shape: Shape | None, *, has_replay: bool) 
     """Keys that would have no effect on this model, and why."""
     found = []
     if model.indexer_kl_coeff is not None and (shape is None or shape.family not in SPARSE_FAMILIES):
-        why = f"has no effect: only {' and '.join(SPARSE_FAMILIES)} have indexers"
+        having = f"only {' and '.join(SPARSE_FAMILIES)} have" if SPARSE_FAMILIES else "no family that is installed has"
+        why = f"has no effect: {having} indexers"
         found.append((f"[{{path}}] indexer_kl_coeff = {model.indexer_kl_coeff:g}", why))
     if shape is None:
         why = "has no effect: transformers computes this model family, not our own modules"

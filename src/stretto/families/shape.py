@@ -115,72 +115,33 @@ class MoEShape:
     """Width of the vectors that experts compute with, projected from the residual stream; None: the stream's width."""
 
 
-RECURRENT_MIXERS = ("gated_delta", "mamba")
-"""Kinds of mixers that pass a state from token to token."""
-
-
 @dataclass(frozen=True)
-class GatedDeltaShape:
-    """The heads of mixers by the gated delta rule (parts/mixers/gated_delta.py)."""
+class Mixer:
+    """What lets the tokens of a layer see earlier ones, where that is not attention as models/decoder.py has it.
 
-    num_key_heads: int
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    conv_width: int
+    Its code is in the package of its family, and is imported when a model or an engine is built.
 
+    name: what estimates and conversions know it by.
+    module: `package.module:Class`, built of a ModelConfig and the number of a layer.
+    shape: its sizes, of a class of its own.
+    keys: `package.module:Class` of an engine's cache, if that is not one of keys and values by head; a KVCache.
+    states: the same of a cache of states (`States` in inference/embedded/runner.py): it passes a state from token to
+        token, instead of attending to earlier tokens. Its module then has `documents`, which Decoder.documents calls.
+    num_state_heads: its heads of which a rank of cp may compute some; 0 if it does not divide them.
+    """
 
-@dataclass(frozen=True)
-class MambaShape:
-    """The heads of Mamba 2 mixers (parts/mixers/mamba2.py)."""
-
-    num_heads: int
-    head_dim: int
-    num_groups: int
-    state_dim: int
-    conv_width: int
-    min_step: float
-    """The smallest step size of a token."""
-    has_bias: bool = False
-    has_conv_bias: bool = True
+    name: str
+    module: str = ""
+    shape: Any = None
+    keys: str | None = None
+    states: str | None = None
+    num_state_heads: int = 0
 
 
-@dataclass(frozen=True)
-class IndexerShape:
-    """The indexer that chooses the keys of latent attention (parts/mixers/sparse_mla.py)."""
-
-    num_heads: int
-    head_dim: int
-    top_k: int
-    """The most keys that a query attends to."""
-    is_interleaved: bool
-    """True if neighbouring dims of its vectors are rotated (`Rope.is_interleaved`)."""
-    sources: tuple[int, ...]
-    """For each layer, the layer whose indexer chooses its keys: itself, if it has an indexer."""
-
-
-@dataclass(frozen=True)
-class LatentShape:
-    """Multi-head latent attention (parts/mixers/mla.py)."""
-
-    query_rank: int | None
-    """Width of the vector that queries are expanded from; None: queries are projected directly."""
-    rank: int
-    """Width of the vector that keys and values are expanded from."""
-    plain_dim: int
-    rotated_dim: int
-    """Dims of a query and key that are not rotated, and dims after them that are."""
-    value_dim: int
-    yarn_mscale: float = 0.0
-    """`mscale_all_dim` of a YaRN checkpoint."""
-    yarn_factor: float = 1.0
-    indexer: IndexerShape | None = None
-    """None: queries attend to all earlier tokens."""
-
-    @property
-    def query_factor(self) -> float:
-        """Factor on queries beside head_dim ** -0.5; see DeepSeek-V3's config.json."""
-        return yarn_scale(self.yarn_factor, self.yarn_mscale) ** 2
+ATTENTION = Mixer("attention")
+"""The decoder's own."""
+NO_MIXER = Mixer("none")
+"""A block that has an MLP only."""
 
 
 @dataclass(frozen=True)
@@ -255,13 +216,9 @@ class ModelConfig:
     """True if the weights of norms are stored as their difference from 1."""
     has_plain_mlp: bool = False
     """True if MLPs and experts have no gate: down(relu(up(x)) ** 2)."""
-    mixers: tuple[str, ...] = ()
-    """The mixer of each layer: attention, paired (attention with a gate in q_proj), latent, sparse_latent,
-    gated_delta, mamba or none; empty: attention in all."""
+    mixers: tuple[Mixer, ...] = ()
+    """The mixer of each layer; empty: attention in all."""
     layers_without_mlp: tuple[int, ...] = ()
-    gated_delta: GatedDeltaShape | None = None
-    mamba: MambaShape | None = None
-    latent: LatentShape | None = None
     vision: VisionShape | None = None
     """None: a model of text."""
     initializer_range: float = 0.02
@@ -316,29 +273,37 @@ class ModelConfig:
 
     @property
     def num_state_heads(self) -> int:
-        """Greatest common divisor of the gated delta rule's key and value heads; 0 without."""
-        shape = self.gated_delta
-        return math.gcd(shape.num_key_heads, shape.num_value_heads) if shape else 0
+        """Heads of the mixers of which ranks of cp may compute some each; 0 if there are none."""
+        return next((mixer.num_state_heads for mixer in self.mixers if mixer.num_state_heads), 0)
+
+    @property
+    def state_cache(self) -> str | None:
+        """The engine's cache of states, `module:name`; None if no layer passes a state from token to token."""
+        return next((mixer.states for mixer in self.mixers if mixer.states), None)
+
+    @property
+    def key_cache(self) -> str | None:
+        """The engine's cache of keys, `module:name`; None: one of keys and values."""
+        return next((mixer.keys for mixer in self.mixers if mixer.keys), None)
 
     @property
     def has_recurrence(self) -> bool:
         """True if a layer passes a state from token to token instead of attending to earlier tokens."""
-        return any(mixer in RECURRENT_MIXERS for mixer in self.mixers)
-
-    @property
-    def chooses_keys(self) -> bool:
-        """True if queries attend to the keys that an indexer chooses."""
-        return self.latent is not None and self.latent.indexer is not None
+        return self.state_cache is not None
 
     @property
     def attending_layers(self) -> tuple[int, ...]:
         """The layers whose mixer reads keys and values of earlier tokens."""
-        kinds = (*RECURRENT_MIXERS, "none")
-        return tuple(i for i in range(self.num_layers) if self.mixer_of(i) not in kinds)
+        by_layer = ((layer, self.mixer_of(layer)) for layer in range(self.num_layers))
+        return tuple(layer for layer, mixer in by_layer if not mixer.states and mixer != NO_MIXER)
 
-    def mixer_of(self, layer: int) -> str:
-        """The kind of mixer of a layer."""
-        return self.mixers[layer] if self.mixers else "attention"
+    def mixer_of(self, layer: int) -> Mixer:
+        """The mixer of a layer."""
+        return self.mixers[layer] if self.mixers else ATTENTION
+
+    def shape_of(self, name: str) -> Any:
+        """The sizes of the mixers with this name; None if there are none."""
+        return next((mixer.shape for mixer in self.mixers if mixer.name == name), None)
 
     def is_sparse(self, layer: int) -> bool:
         """True for a block with a mixture of experts instead of an MLP."""

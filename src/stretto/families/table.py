@@ -32,6 +32,8 @@ def _find_families() -> dict[str, Family]:
     for name, value in sorted(addons.load_all(GROUP).items()):
         if not isinstance(value, Family):
             raise addons.wrong(GROUP, name, f"it is {value!r}, which is no Family of stretto")
+        if found.get(value.name) is value and name in (value.name, *value.traits.aliases):
+            continue
         taken = {*found, *(alias for family in found.values() for alias in family.traits.aliases)}
         if same := sorted(taken & {value.name, *value.traits.aliases}):
             raise addons.wrong(GROUP, name, f"it is {same[0]!r}, which another family is")
@@ -52,6 +54,9 @@ TRAITS: dict[str, Traits] = {
 }
 """What is known of every `model_type`, those of other families included."""
 _SAME_NETWORK = {alias: family.name for family in FAMILIES.values() for alias in family.traits.aliases}
+
+OFFERED = (*FAMILIES, *sorted(addons.registered(GROUP).keys() - FAMILIES.keys() - _SAME_NETWORK.keys()))
+"""The families of FAMILIES, and those of add-ons that are not installed."""
 
 _NONE = Traits()
 

@@ -1,4 +1,4 @@
-"""Causal attention within packed documents: the `Attend` (parts/mixers/attend.py) that the trainer uses.
+"""Causal attention within packed documents: the `Attend` (parts/attend.py) that the trainer uses.
 
 Documents never see each other. A segment may continue another one (segments.py): samples that begin alike share what
 they begin with, which is then computed once and attended to by all. Segments of about the same shape share one
@@ -25,9 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from stretto.models.device.kernels import find_kernels
-from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
-from stretto.models.parts.mixers.documents import Documents
-from stretto.models.parts.mixers.key_choice import VisibleKeys, attend_chosen
+from stretto.models.parts.attend import NO_LIMITS, Attend, Limits
 from stretto.models.parts.short_attention import AttentionCall, ShortAttention
 from stretto.models.parts.sinks import attend_with_sinks
 from stretto.models.parts.tree_kernel import attend_tree, build_mask
@@ -85,12 +83,6 @@ class PackedLayout:
         return torch.from_numpy(positions).to(self.device)
 
     @cached_property
-    def documents(self) -> Documents:
-        """The documents, for recurrent mixers; no segment may have a parent."""
-        assert not self.has_parents, "a state cannot be shared"
-        return Documents(self.cu_seqlens, self.device)
-
-    @cached_property
     def attend(self) -> Attend:
         """Attention over these segments."""
         if not self.has_parents:
@@ -128,10 +120,6 @@ def _attend_in_calls(tree: SegmentTree, device: torch.device | None) -> Attend:
     in_place = None if build is None else build(tree, is_any_length=copies)
 
     @functools.cache
-    def visible(device: torch.device) -> VisibleKeys:
-        return VisibleKeys.of(tree, device)
-
-    @functools.cache
     def mask(window: int | None, device: torch.device) -> BlockMask:
         return build_mask(tree, window, device)
 
@@ -142,7 +130,7 @@ def _attend_in_calls(tree: SegmentTree, device: torch.device | None) -> Attend:
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
         if limits.keys is not None:
-            return attend_chosen(limits.keys, q, k, v, visible(q.device))
+            return limits.keys.attend(q, k, v, tree)
         is_plain = limits.sinks is None and (limits.window is None or tree.longest <= limits.window)
         if is_plain and in_place is not None and (out := in_place(q, k, v)) is not None:
             return out

@@ -8,24 +8,19 @@ except for the rules of a family (tensor_map.py). The engine runs the same pass 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.families.shape import RECURRENT_MIXERS, AttentionGate, ModelConfig, Rope
+from stretto.addons import object_at
+from stretto.families.shape import ATTENTION, NO_MIXER, ModelConfig, Rope
 from stretto.families.table import FAMILIES
 from stretto.models.attention import PackedLayout
 from stretto.models.moe import MoE
+from stretto.models.parts.attend import Attend, Heads, Limits
 from stretto.models.parts.initial import build_embedding
-from stretto.models.parts.mixers.attend import Attend, Limits
-from stretto.models.parts.mixers.carried import CarriedDocuments
-from stretto.models.parts.mixers.documents import Documents
-from stretto.models.parts.mixers.gated_delta import GatedDelta
-from stretto.models.parts.mixers.mamba2 import Mamba2
-from stretto.models.parts.mixers.mla import LatentAttention
-from stretto.models.parts.mixers.sparse_mla import SparseLatentAttention
 from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.models.parts.norm import CentredRMSNorm, RMSNorm
 from stretto.models.parts.rope import Angles, angle_table, rotate
@@ -78,7 +73,9 @@ class Attention(nn.Module):
         layer: int,
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
+        routing: Routing | None = None,
     ) -> Float[Tensor, "rows dim"]:
+        """The attended values of all tokens or `rows`; routing: for mixers that choose what they read."""
         q, k, v, gate = self.project(x, angles)
         attended = _select_rows(self.mix(layer, q, k, v, attend), rows)
         if self.gate is not None:
@@ -152,47 +149,24 @@ class Attention(nn.Module):
         return (attended.unflatten(-1, (-1, self.head_dim)) * gate.unsqueeze(-1)).flatten(1)
 
 
-class PairedAttention(Attention):
-    """Attention whose q_proj computes a gate beside each query, applied by its sigmoid."""
-
-    def __init__(self, cfg: ModelConfig, layer: int) -> None:
-        super().__init__(cfg, layer)
-        self.q_proj = nn.Linear(cfg.hidden_size, 2 * self.q_proj.out_features, bias=cfg.qkv_bias)
-        self.gate = AttentionGate("q_proj", "sigmoid", is_per_head=False)
-
-    def queries(
-        self, x: Float[Tensor, "tokens dim"]
-    ) -> tuple[Float[Tensor, "tokens q_size"], Float[Tensor, "tokens q_size"]]:
-        """Queries, not yet rotated, and gates."""
-        q, gate = self.q_proj(x).unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        return q.flatten(1), gate.flatten(1)
-
-
 class Block(nn.Module):
     """A mixer of tokens, then an MLP or experts, each on the normalised residual stream.
 
-    The mixer is attention or recurrent; a family may have blocks with only one of the two halves. If the family has
-    post norms, the results of both are normalised as well.
+    The mixer is attention, or what the family brings (`Mixer`); one that is recurrent is `linear_attn`, all others are
+    `self_attn`. A family may have blocks with only one of the two halves. If the family has post norms, the results of
+    both are normalised as well.
     """
 
-    linear_attn: GatedDelta | Mamba2
-    self_attn: Attention | LatentAttention
     mlp: MLP | PlainMLP | MoE | None
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
         kind = cfg.mixer_of(layer)
-        self.is_recurrent = kind in RECURRENT_MIXERS
-        if self.is_recurrent:
-            self.linear_attn = GatedDelta(cfg) if kind == "gated_delta" else Mamba2(cfg)
-        elif kind == "latent":
-            self.self_attn = LatentAttention(cfg)
-        elif kind == "sparse_latent":
-            self.self_attn = SparseLatentAttention(cfg, layer)
-        elif kind != "none":
-            self.self_attn = (PairedAttention if kind == "paired" else Attention)(cfg, layer)
-        if kind != "none":
+        self.is_recurrent = kind.states is not None
+        if kind != NO_MIXER:
+            build = Attention if kind == ATTENTION else object_at(kind.module)
+            self.add_module("linear_attn" if self.is_recurrent else "self_attn", build(cfg, layer))
             self.input_layernorm = build_norm(cfg, cfg.hidden_size)
         self.mlp = None
         if layer not in cfg.layers_without_mlp:
@@ -204,7 +178,7 @@ class Block(nn.Module):
             self.post_mlp_layernorm = build_norm(cfg, cfg.hidden_size)
 
     @property
-    def mixer(self) -> nn.Module | None:
+    def mixer(self) -> Any:
         """The module that lets a token see earlier ones; None for a block with an MLP only."""
         return getattr(self, "linear_attn" if self.is_recurrent else "self_attn", None)
 
@@ -220,16 +194,14 @@ class Block(nn.Module):
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
         routing: Routing,
-        documents: Documents | CarriedDocuments | None = None,
+        documents: Any = None,
     ) -> Float[Tensor, "rows dim"]:
         mixer, mixed = self.mixer, None
         if self.is_recurrent:
             assert documents is not None, "recurrent mixers need documents"
-            mixed = self.linear_attn(self.input_layernorm(x), documents.at(self.layer), rows)
-        elif isinstance(mixer, SparseLatentAttention):
-            mixed = mixer(self.input_layernorm(x), angles, self.layer, attend, rows, routing)
+            mixed = mixer(self.input_layernorm(x), documents.at(self.layer), rows)
         elif mixer is not None:
-            mixed = mixer(self.input_layernorm(x), angles, self.layer, attend, rows)
+            mixed = mixer(self.input_layernorm(x), angles, self.layer, attend, rows, routing)
         x = _select_rows(x, rows)
         if mixed is not None:
             x = x + (self.post_self_attn_layernorm(mixed) if self.has_post_norms else mixed)
@@ -281,6 +253,7 @@ class Decoder(nn.Module):
         self.groups = [range(cfg.num_layers)]
         """Blocks that `run` computes in one call: a trainer computes a group again as a whole."""
         self._angle_tables: dict[Rope, Angles] = {}
+        self._build_documents = next((block.mixer.documents for block in self.model.blocks if block.is_recurrent), None)
         self._rope_by_layer = [cfg.attention(layer).rope for layer in range(cfg.num_layers)]
 
     @property
@@ -306,14 +279,14 @@ class Decoder(nn.Module):
         attend: Attend,
         rows: Int[Tensor, " rows"] | None = None,
         routing: Routing | None = None,
-        documents: Documents | CarriedDocuments | None = None,
+        documents: Any = None,
         images: ImageBatch | ImageVectors | None = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of all tokens, or only of `rows`: the last block then computes no others.
 
         position_ids: [3, tokens] in a row with images (parts/image_positions.py).
-        documents: where recurrent mixers start anew, or the states that they continue; a model with such mixers needs
-        it. images: those that the tower encodes in this pass, or their vectors from an earlier one.
+        documents: where recurrent mixers start anew (`documents`), or the states that they continue; a model with such
+        mixers needs it. images: those that the tower encodes in this pass, or their vectors from an earlier one.
         """
         x = self.embed(token_ids)
         vectors = self.model.visual(images) if isinstance(images, ImageBatch) else images
@@ -333,7 +306,7 @@ class Decoder(nn.Module):
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
         routing: Routing,
-        documents: Documents | CarriedDocuments | None,
+        documents: Any,
         vectors: ImageVectors | None,
     ) -> Float[Tensor, "rows dim"]:
         """The residual stream after some blocks; after the last one, only of `rows`."""
@@ -357,8 +330,18 @@ class Decoder(nn.Module):
 
         With images, the layout has the positions of their tokens.
         """
-        documents = layout.documents if self.config.has_recurrence else None
+        documents = self.documents(layout)
         return self(token_ids, layout.rotations, layout.attend, rows, routing, documents, images)
+
+    def documents(self, layout: PackedLayout, heads: Heads | None = None) -> Any:
+        """What recurrent mixers need of a packed row, in which no segment may have a parent; None without such mixers.
+
+        heads: how ranks that have some of the tokens each swap heads for tokens; None: all tokens are here.
+        """
+        if self._build_documents is None:
+            return None
+        assert not layout.has_parents, "a state cannot be shared"
+        return self._build_documents(layout.tree, layout.device, heads)
 
     def embed(self, token_ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens dim"]:
         """The embeddings of tokens, times `embedding_scale`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from stretto.models.decoder import Attention, Block, Decoder
 from stretto.models.device.kernels import PassKernels, Products
 from stretto.models.moe import MoE
-from stretto.models.parts.mixers.attend import Attend
-from stretto.models.parts.mixers.carried import CarriedDocuments
-from stretto.models.parts.mixers.sparse_mla import RowMatrices, SparseLatentAttention
+from stretto.models.parts.attend import Attend
 from stretto.models.parts.mlp import MLP
 from stretto.models.parts.norm import RMSNorm
 from stretto.models.parts.rope import Angles, rotate
@@ -33,6 +31,10 @@ from stretto.models.parts.vision import ImageVectors
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+RowMatrices = Callable[[], Sequence[tuple[Tensor | None, int, Tensor]]]
+"""() -> for each adapter of a pass: the rows that have it (None: all; padded at the end), their number, and its addend
+to the matrix, [in, out]."""
 
 MatrixAddends = Callable[[str], RowMatrices]
 """(parameter name) -> the addends that the adapters of a pass's rows have for this matrix."""
@@ -287,11 +289,11 @@ class ModuleDecoder:
         self.model = model
         self._adapt: Adapt | None = None
         self.linears: list[FusedLinear] = []
-        # kv_b_proj is not applied to the rows of a pass, so adapters are added to its matrix.
+        # A mixer's `matrix` is a layer that is not applied to the rows of a pass, so adapters are added to its matrix.
         self.expansions = {
-            f"model.layers.{block.layer}.self_attn.kv_b_proj.weight": block.mixer
+            f"model.layers.{block.layer}.self_attn.{block.mixer.matrix}.weight": block.mixer
             for block in model.model.blocks
-            if isinstance(block.mixer, SparseLatentAttention)
+            if hasattr(block.mixer, "matrix")
         }
         for path, module in model.model.named_modules(prefix="model"):
             if isinstance(module, nn.Linear):
@@ -309,7 +311,7 @@ class ModuleDecoder:
         routing: Routing,
         adapt: Adapt | None = None,
         images: ImageVectors | None = None,
-        documents: CarriedDocuments | None = None,
+        documents: Any = None,
     ) -> Float[Tensor, "rows dim"]:
         """Hidden states of all rows after the final norm; documents: states of recurrent layers."""
         self._adapt = adapt

@@ -133,6 +133,7 @@ def _attention_parts(cfg: ModelConfig) -> dict[str, bool]:
     """What Megatron does not compute of attention and dense MLPs, and whether a model has it."""
     kinds = {(layer.num_heads, layer.rope) for layer in cfg.layers} or {(cfg.num_heads, cfg.rope)}
     windows = {layer.window for layer in cfg.layers if layer.window is not None}
+    latent = cfg.shape_of("latent")
     has_biases = cfg.moe is not None and cfg.moe.has_product_biases
     parts = {
         "layers with different heads or rotations": len(kinds) > 1,
@@ -141,14 +142,14 @@ def _attention_parts(cfg: ModelConfig) -> dict[str, bool]:
         "a gate on attention": cfg.attention_gate is not None,
         "norms over all heads together": cfg.is_qk_norm_joint,
         "biases in dense MLPs": cfg.mlp_bias,
-        "biases in latent attention (attention_bias = true)": cfg.latent is not None and cfg.qkv_bias,
+        "biases in latent attention (attention_bias = true)": latent is not None and cfg.qkv_bias,
         "biases behind attention without biases in all experts": cfg.out_bias and not has_biases,
         "biases in experts without biases in attention": has_biases and not (cfg.out_bias and cfg.qkv_bias),
     }
-    if cfg.latent is None:
+    if latent is None:
         return parts | {"a YaRN rotation of a part of a head": cfg.rope.kind == "yarn" and cfg.rope.fraction != 1.0}
     return parts | {
-        "latent attention whose queries have no rank (q_lora_rank = null)": cfg.latent.query_rank is None,
+        "latent attention whose queries have no rank (q_lora_rank = null)": latent.query_rank is None,
         f"norms of latent attention with another epsilon than the others ({LATENT_EPS:g})": cfg.rms_norm_eps
         != LATENT_EPS,
     }

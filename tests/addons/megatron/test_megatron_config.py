@@ -209,12 +209,24 @@ def test_gates_of_experts_that_megatron_does_not_compute_are_refused(tmp_path, f
 @pytest.mark.parametrize(
     ("family", "found", "said"),
     [
-        ("deepseek_v3", {"q_lora_rank": None}, "latent attention whose queries have no rank"),
-        ("deepseek_v3", {"attention_bias": True}, "biases in latent attention"),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "another epsilon than the others"),
-        ("deepseek_v3", {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 8}, "of which it adds up others"),
-        ("gpt_oss", {"swiglu_alpha": 1.5}, "another factor than 1.702"),
-        ("gpt_oss", {"attention_bias": False}, "biases in experts without biases in attention"),
+        pytest.param(
+            "deepseek_v3", {"q_lora_rank": None}, "latent attention whose queries have no rank", marks=needs("families")
+        ),
+        pytest.param("deepseek_v3", {"attention_bias": True}, "biases in latent attention", marks=needs("families")),
+        pytest.param("deepseek_v3", {"rms_norm_eps": 1e-5}, "another epsilon than the others", marks=needs("families")),
+        pytest.param(
+            "deepseek_v3",
+            {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 8},
+            "of which it adds up others",
+            marks=needs("families"),
+        ),
+        pytest.param("gpt_oss", {"swiglu_alpha": 1.5}, "another factor than 1.702", marks=needs("families")),
+        pytest.param(
+            "gpt_oss",
+            {"attention_bias": False},
+            "biases in experts without biases in attention",
+            marks=needs("families"),
+        ),
         ("llama", {"attention_bias": True}, "biases behind attention without biases in all experts"),
         ("llama", {"mlp_bias": True}, "biases in dense MLPs"),
     ],
@@ -228,6 +240,7 @@ def test_parts_that_megatron_does_not_compute_are_refused(tmp_path, family, foun
         Megatron(None).check(family, config | found, ModelSection())
 
 
+@needs("families")
 def test_degrees_that_megatron_does_not_have_for_sinks_and_biases_are_refused(tmp_path):
     hub.save_hf(hub.random_model(ScratchSection(family="gpt_oss", num_layers=2), 50), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

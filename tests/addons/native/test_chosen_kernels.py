@@ -7,8 +7,9 @@ import pytest
 import torch
 from cases.kernels.key_choice import ROWS, chosen_densely, vectors, visible
 
-from stretto.models.parts.mixers import key_choice
-from stretto.models.parts.mixers.key_choice import (
+from stretto.models.segments import SegmentTree
+from stretto_families.mixers import key_choice
+from stretto_families.mixers.key_choice import (
     NOT_A_KEY,
     IndexVectors,
     KeyChoice,
@@ -16,7 +17,6 @@ from stretto.models.parts.mixers.key_choice import (
     attend_chosen,
     choose_keys,
 )
-from stretto.models.segments import SegmentTree
 from stretto_native import chosen as chosen_kernels
 from stretto_native import library
 from stretto_native.chosen import find_attention_kernels, find_index_kernels

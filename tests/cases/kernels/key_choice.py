@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from stretto.models.parts.mixers.key_choice import IndexVectors
+from stretto_families.mixers.key_choice import IndexVectors
 
 INDEX_HEADS, INDEX_WIDTH = 4, 5
 ROWS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,8 +12,9 @@ from hypothesis import strategies as st
 from stretto.base.errors import ConfigError
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
-from stretto.config.sections.model import RendererSection, ScratchSection
+from stretto.config.sections.model import RendererSection
 from stretto.config.sections.sft import LossMaskSection
+from stretto.families.table import FAMILIES
 
 ASSISTANT = LossMaskSection()
 # The template strips every reply.
@@ -179,7 +179,7 @@ def test_renderer_stops_at_the_end_of_turn(renderer):
     )
 
 
-@pytest.mark.parametrize("model_type", get_args(ScratchSection.model_fields["family"].annotation))
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_models_from_scratch_of_every_family_speak_with_the_tokens_of_their_tokenizer(directory, renderer, model_type):
     messages = [{"role": "user", "content": "hi"}]
     its = build_renderer(directory, model_type=model_type)

@@ -542,8 +542,8 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["[model.scratch.vision] is for qwen3_vl, ", 'model.scratch.family = "qwen3"; leave it out'],
     ),
     "a tower and nothing on whether to train it": (
-        'seq_len = 64\n[model.scratch]\nfamily = "qwen3_5"\n[model.scratch.vision]\ndepth = 1\n' + ENV,
-        ['model.scratch.family = "qwen3_5"', "vision tower", "[model.vlm]"],
+        'seq_len = 64\n[model.scratch]\nfamily = "qwen3_vl"\n[model.scratch.vision]\ndepth = 1\n' + ENV,
+        ['model.scratch.family = "qwen3_vl"', "vision tower", "[model.vlm]"],
     ),
     "heads of a tower that do not fit": (
         'seq_len = 64\n[model.scratch]\nfamily = "qwen3_vl"\n[model.scratch.vision]\nnum_heads = 5\n[model.vlm]\n'

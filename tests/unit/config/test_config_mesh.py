@@ -122,10 +122,12 @@ def test_ranks_of_tp_that_split_tokens_have_different_experts(model, ep):
     assert (found.tp, found.ep, found.world_size, found.splits_tokens) == (4, ep, 8, True)
 
 
-@pytest.mark.parametrize(
-    ("family", "cp", "style"),
-    [("qwen3", 2, "ulysses"), ("qwen3", 3, "ring"), ("glm_moe_dsa", 2, "ring"), ("deepseek_v32", 4, "ring")],
-)
+SPARSE = [
+    pytest.param(name, cp, "ring", marks=needs("families")) for name, cp in (("glm_moe_dsa", 2), ("deepseek_v32", 4))
+]
+
+
+@pytest.mark.parametrize(("family", "cp", "style"), [("qwen3", 2, "ulysses"), ("qwen3", 3, "ring"), *SPARSE])
 def test_the_style_of_cp_is_chosen_by_heads_and_family(family, cp, style):
     shape = Shape(4, 2, 64, family=family)
     assert mesh_degrees.cp_style(ModelSection(cp=cp), shape) == style
@@ -153,6 +155,7 @@ def test_a_step_to_resume_from_can_be_given_with_the_checkpoints(tmp_path):
     assert run.resume.step == 40 and run.ckpt.interval == 20
 
 
+@needs("families")
 @pytest.mark.parametrize(
     ("family", "degrees", "words"),
     [

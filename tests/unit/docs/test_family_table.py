@@ -35,6 +35,7 @@ WORDS = ("transformers", *AXES, "critic", "engine", "vLLM", "adapters", "choices
 @cache
 def coverage() -> dict[str, set[str]]:
     """By `model_type`: the words of WORDS that hold."""
+    import engine_runs
     import mesh_runs
     import test_contract_families
     import test_contract_vision
@@ -68,7 +69,7 @@ def coverage() -> dict[str, set[str]]:
         if test_contract_vision.build(family, 0).config.moe is not None:
             found[family].add("choices")
     for family in test_engine_families.NEW:
-        if test_engine_families.build(family).config.moe is not None:
+        if engine_runs.build_varied(family).config.moe is not None:
             found[family].add("choices")
     return found
 

@@ -229,7 +229,9 @@ def test_samples_that_are_computed_one_by_one_in_spite_of_the_key_are_said(confi
 @pytest.mark.parametrize(
     ("found", "keys", "word"),
     [
-        ({"model_type": "nemotron_h"}, {}, "nemotron_h has layers that pass a state"),
+        pytest.param(
+            {"model_type": "nemotron_h"}, {}, "nemotron_h has layers that pass a state", marks=needs("families")
+        ),
         ({"model_type": "llama"}, {}, None),
         ({"num_attention_heads": 4, "num_key_value_heads": 2}, {"cp": 2}, None),
         ({"num_attention_heads": 4, "num_key_value_heads": 2}, {"cp": 4, "tp": 2}, "which cp = 4 uses for this model"),

@@ -7,13 +7,12 @@ import re
 import warnings
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.families import CASES, LLAMA3, MIXER_CASES, PARTIAL, SHAPE, VOCAB, build_theirs, our_logits
 from cases.float64 import InFloat64, assert_gradients_as_exact_as_theirs
-from cases.mixers import MIXER_CASES
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,121 +28,7 @@ from stretto.models.moe import Routing
 from stretto.models.parts.router import Router
 from stretto.models.tensor_map import as_whole_slices
 
-VOCAB = 40
-SCRATCH_FAMILIES = sorted(set(get_args(ScratchSection.model_fields["family"].annotation)) - set(VISION_FAMILIES))
-SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8,
-}  # fmt: skip
-GLM = {
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "rope_parameters":
-    {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-}  # fmt: skip
-MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
-CASES = {
-    "llama": ("llama", {}),
-    "llama-llama3-rope-biases": (
-        "llama",
-        {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
-    ),
-    "qwen2": ("qwen2", {}),
-    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
-    "qwen3-bias-linear-rope": (
-        "qwen3",
-        {
-            "attention_bias": True,
-            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
-        },
-    ),
-    "qwen3_moe": ("qwen3_moe", MOE),
-    "qwen3_moe-normed-mixed": (
-        "qwen3_moe",
-        MOE | {"norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True},
-    ),
-    "qwen3_moe-every-second-yarn": (
-        "qwen3_moe",
-        MOE
-        | {
-            "decoder_sparse_step": 2,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-        },
-    ),
-    "glm4_moe": ("glm4_moe", GLM),
-    "glm4_moe-groups-biases": (
-        "glm4_moe",
-        GLM
-        | {
-            "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True, "attention_bias": True,
-            "n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": False,
-        },
-    ),
-    "glm4": ("glm4", PARTIAL | {"pad_token_id": 0}),
-    "glm4-no-biases-tied": (
-        "glm4", PARTIAL | {"attention_bias": False, "tie_word_embeddings": True, "pad_token_id": 0}
-    ),
-    "gpt_oss": (
-        "gpt_oss",
-        LOCAL | {"sliding_window": 5, "rope_parameters": YARN | {"truncate": False}, "swiglu_limit": 0.5},
-    ),
-    "gpt_oss-other-layers": (
-        "gpt_oss",
-        LOCAL
-        | {
-            "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    ),
-    "minimax_m2": ("minimax_m2", LOCAL | PARTIAL),
-    "afmoe": ("afmoe", MOE | {"sliding_window": 6, "global_attn_every_n_layers": 2, "route_scale": 2.0}),
-    "afmoe-scaled-biases": (
-        "afmoe",
-        MOE | {"sliding_window": 3, "mup_enabled": True, "attention_bias": True, "num_shared_experts": 1},
-    ),
-    "laguna": ("laguna", MOE | {"shared_expert_intermediate_size": 24}),
-    "laguna-varied": (
-        "laguna",
-        MOE
-        | {
-            "shared_expert_intermediate_size": 24, "gating": "per-element", "moe_routed_scaling_factor": 2.5,
-            "num_attention_heads_per_layer": [4, 6, 2], "sliding_window": 5, "moe_router_logit_softcapping": 1.5,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True,
-        },
-    ),
-} | MIXER_CASES  # fmt: skip
-CASES = {name: case for name, case in CASES.items() if case[0] in FAMILIES}
-"""Those of families that are here: some are an add-on's."""
-
-
-def build_theirs(case: str, seed: int = 0):
-    if case not in CASES:
-        pytest.skip("the family is an add-on's, which is not here")
-    family, settings = CASES[case]
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **SHAPE | {"tie_word_embeddings": False} | settings)
-    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # so that distributions are not flat and errors show; biases are not 0
-        for parameter in theirs.parameters():
-            if parameter.dim() >= 2:
-                parameter.mul_(4)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        for name, bias in (*theirs.named_buffers(), *theirs.named_parameters()):
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
-                bias.copy_(torch.randn_like(bias))
-    return theirs
+SCRATCH_FAMILIES = sorted(set(FAMILIES) - set(VISION_FAMILIES))
 
 
 @pytest.fixture(params=CASES)
@@ -152,10 +37,6 @@ def pair(request, tmp_path):
     theirs = build_theirs(request.param)
     theirs.save_pretrained(tmp_path / "theirs")
     return theirs, hub.load_model(tmp_path / "theirs", dtype=torch.float32), tmp_path
-
-
-def our_logits(model, ids, bounds):
-    return model.hidden(ids, PackedLayout(tuple(bounds), ids.device)) @ model.output_weight.T
 
 
 def gradients_of_both(theirs, ours, ids) -> tuple[dict, dict, list[torch.Tensor]]:
@@ -193,7 +74,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(case, tmp_path):
     with InFloat64():
         *pair, _ = gradients_of_both(*wide, ids)
     ours[torch.float64], theirs[torch.float64] = pair
-    is_recurrent = "gated_delta" in hub.load_config(tmp_path).mixers
+    is_recurrent = hub.load_config(tmp_path).shape_of("gated_delta") is not None
     assert_gradients_as_exact_as_theirs(ours, theirs, 1e-4 if is_recurrent else 1e-5)
 
 
@@ -274,7 +155,7 @@ def test_weights_and_config_survive_the_way_there_and_back(case, dtype, tmp_path
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("case", MIXER_CASES)
+@pytest.mark.parametrize("case", [case for case in MIXER_CASES if case in CASES])
 def test_our_config_json_says_what_theirs_did(case, tmp_path):
     """The table of a family in both directions, and transformers reads what we write."""
     build_theirs(case).save_pretrained(tmp_path / "theirs")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stretto.models.attention import PackedLayout
-from stretto.models.parts.mixers.attend import Limits
+from stretto.models.parts.attend import Limits
 from stretto.models.segments import SegmentTree
 
 HEADS, KV_HEADS, DIM = 4, 2, 16

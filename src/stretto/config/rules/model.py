@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from stretto.base.errors import ConfigError
 from stretto.config.root import SFTConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, value_of
 from stretto.config.sections.model import ActivationCheckpointSection, ModelSection, ScratchSection, VisionSection
 from stretto.config.sections.run import RunKeys
 from stretto.config.sections.sft import DpoSection, RewardSection
 from stretto.config.sections.trainer import TrainerSection, num_steps
-from stretto.families.table import VISION_FAMILIES, traits_of
+from stretto.families.table import VISION_FAMILIES, check_installed, traits_of
 
 # -- what trains --
 
@@ -133,6 +134,11 @@ def scratch_length(s: RunKeys, at: At) -> Problems:
 def scratch_shape(s: ScratchSection, at: At) -> Problems:
     """Numbers of a network that must divide each other, and its vision tower."""
     family, vision = at("family"), at("vision")
+    try:
+        check_installed(s.family, str(family))
+    except ConfigError as missing:
+        yield Problem(family, str(missing))
+        return
     if s.vision is None and s.family in VISION_FAMILIES:
         way = f"add [{vision.path}], or choose a family of text"
         yield Problem((family, vision), f"{family} has a vision tower; {way}")

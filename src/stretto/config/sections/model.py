@@ -9,12 +9,12 @@ from pydantic import Field
 
 from stretto.config.section import Section
 from stretto.families.own.dense import QWEN3
-from stretto.families.table import FAMILIES, traits_of
+from stretto.families.table import FAMILIES, OFFERED, traits_of
 
 if TYPE_CHECKING:
     Family = str
 else:
-    Family = Literal[tuple(FAMILIES)]
+    Family = Literal[tuple(OFFERED)]
 """`model_type` of the families of families/own and of add-ons."""
 
 

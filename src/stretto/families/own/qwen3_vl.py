@@ -1,4 +1,4 @@
-"""Models with images: qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe.
+"""Models with images: qwen3_vl, qwen3_vl_moe.
 
 Each is a family of text with a vision tower (parts/vision.py) and positions of three axes; its config.json has the keys
 of the text family in `text_config`. Qwen3-VL also has deepstack. Films are not read.
@@ -13,7 +13,6 @@ from typing import Any
 from stretto.base.errors import DataError
 from stretto.families.family import Family, Keys, Scratch, WeightRule, scratch_moe, scratch_rope
 from stretto.families.own.dense import QWEN3
-from stretto.families.own.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from stretto.families.own.qwen3_moe import QWEN3_MOE
 from stretto.families.shape import ModelConfig, Rope, VisionShape
 from stretto.families.traits import Implied, Traits, VllmTraits
@@ -102,7 +101,7 @@ def _scratch_rope(scratch: Scratch, rope: Rope) -> Rope:
     return replace(rope, sections=(pairs - height - width, height, width))
 
 
-def _with_vision(text: Family, name: str, architecture: str, *, has_deepstack: bool, **more: Any) -> Family:
+def with_vision(text: Family, name: str, architecture: str, *, has_deepstack: bool, **more: Any) -> Family:
     """A family of text with a vision tower."""
 
     def fields(hf: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +155,7 @@ _EXPERTS = tuple(
 
 _QWEN3 = {"defaults": {"rope_theta": 500_000.0}, "rotary_sections": (24, 20, 20)}
 
-QWEN3_VL = _with_vision(
+QWEN3_VL = with_vision(
     QWEN3,
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
@@ -165,7 +164,7 @@ QWEN3_VL = _with_vision(
     **_QWEN3 | {"defaults": {"head_dim": 128, "rope_theta": 500_000.0}},
 )
 
-QWEN3_VL_MOE = _with_vision(
+QWEN3_VL_MOE = with_vision(
     replace(QWEN3_MOE, fields=_moe_fields, scratch=_scratch_moe, weights=_EXPERTS),
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
@@ -178,22 +177,4 @@ QWEN3_VL_MOE = _with_vision(
         implied=Implied(has_qk_norm=True),
     ),
     **_QWEN3,
-)
-
-QWEN3_5_VL = _with_vision(
-    QWEN3_5,
-    "qwen3_5",
-    "Qwen3_5ForConditionalGeneration",
-    has_deepstack=False,
-    traits=replace(QWEN3_5.traits, has_vision=True),
-    rotary_sections=(11, 11, 10),
-)
-
-QWEN3_5_MOE_VL = _with_vision(
-    QWEN3_5_MOE,
-    "qwen3_5_moe",
-    "Qwen3_5MoeForConditionalGeneration",
-    has_deepstack=False,
-    traits=replace(QWEN3_5_MOE.traits, has_vision=True),
-    rotary_sections=(11, 11, 10),
 )

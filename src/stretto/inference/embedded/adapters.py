@@ -234,7 +234,7 @@ class Adapters:
     def matrices(
         self, name: str
     ) -> Callable[[], list[tuple[Int[Tensor, " rows"] | None, int, Float[Tensor, "in out"]]]]:
-        """A function for sparse_mla.py: rows, and the matrix that adapters add there to parameter `name`."""
+        """A function for a mixer's `matrix` (fused.py): rows, and what adapters add there to parameter `name`."""
 
         def selected() -> list[tuple[Tensor | None, int, Tensor]]:
             parts = [part for part in self._selection.parts if name in part.adapter.pairs]

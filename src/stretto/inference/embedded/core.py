@@ -13,24 +13,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.addons import object_at
 from stretto.base.errors import ConfigError, DataError
 from stretto.inference.embedded import image_prompts
 from stretto.inference.embedded.adapters import POLICY, Adapters
 from stretto.inference.embedded.adjustments import Adjustments, Encode
 from stretto.inference.embedded.blocks import BlockPool
-from stretto.inference.embedded.caches.chosen_keys import ChosenKeyCache
-from stretto.inference.embedded.caches.kv_cache import KVCache
-from stretto.inference.embedded.caches.states import StateCache, free_memory, sequences_that_fit
+from stretto.inference.embedded.caches.kv_cache import KVCache, free_memory
 from stretto.inference.embedded.drafts import BuildDrafter, Drafter, DraftRows, watch_drafts
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.image_prompts import ImagePrompt
-from stretto.inference.embedded.runner import Runner, find_model_tile, find_tile
+from stretto.inference.embedded.runner import Runner, States, find_model_tile, find_tile
 from stretto.inference.embedded.sampler import PromptScores, SamplingRows, sample, uniforms
 from stretto.inference.embedded.scheduler import EngineRequest, Scheduler
 from stretto.inference.embedded.slots import SequenceSlots
@@ -46,6 +45,8 @@ from stretto.records.weight_manifest import WeightManifest
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int, UInt64
+
+    from stretto.families.shape import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +116,11 @@ class EngineCore:
         self.cache = self._build_cache(num_blocks + 1, weight, is_exact=is_exact)
         self.expert_choices = _build_expert_choices(model, settings, num_blocks + 1)
         self.adapters = Adapters(model, find_tile=find_tile if is_exact else None)
-        self.max_num_seqs = sequences_that_fit(model, settings.max_num_seqs)
-        self.states = None
-        if model.config.has_recurrence:
-            self.states = StateCache(model, max_sequences=self.max_num_seqs, is_exact=is_exact)
+        self.max_num_seqs = settings.max_num_seqs
+        self.states: States | None = None
+        if (states := model.config.state_cache) is not None:
+            self.states = cast("States", object_at(states)(model, max_sequences=self.max_num_seqs, is_exact=is_exact))
+            self.max_num_seqs = self.states.max_sequences
         self.images = None
         if model.config.vision is not None:
             self.images = ImageStore(model.model.visual, weight.device)
@@ -156,10 +158,8 @@ class EngineCore:
         if build is not None and (cache := build(self.config, weight, *sizes)) is not None:
             return cache
         dtype, device = weight.dtype, weight.device
-        if self.config.chooses_keys:
-            return ChosenKeyCache(self.config, *sizes, dtype=dtype, device=device, is_exact=is_exact)
         slab_tokens = (num_blocks - 1) * block_size // _BLOCK_KEYS_PER_SLAB_KEY if device.type == "cpu" else 0
-        return KVCache(
+        return _cache_class(self.config)(
             self.config, *sizes, dtype=dtype, device=device, is_exact=is_exact, slab_tokens=slab_tokens
         )  # fmt: skip
 
@@ -577,11 +577,14 @@ def _cache_size(model: Decoder, settings: CoreSettings) -> tuple[int, int]:
     return num_blocks, limit
 
 
+def _cache_class(config: ModelConfig) -> type[KVCache]:
+    return KVCache if config.key_cache is None else cast("type[KVCache]", object_at(config.key_cache))
+
+
 def _tokens_that_fit(model: Decoder, settings: CoreSettings) -> int:
     """Tokens of cache for which the device has free memory."""
-    kind = ChosenKeyCache if model.config.chooses_keys else KVCache
     device, dtype = model.output_weight.device, model.output_weight.dtype
-    per_token = kind.bytes_per_token(model.config, dtype)
+    per_token = _cache_class(model.config).bytes_per_token(model.config, dtype)
     if not per_token:  # no layer attends
         return max(_CPU_CACHE_TOKENS, model.config.max_position_embeddings)
     if device.type == "cuda":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from stretto.inference.embedded.adapters import Adapters
 from stretto.inference.embedded.caches.kv_cache import KVCache, PassLayout, PassRows
-from stretto.inference.embedded.caches.states import StateCache
 from stretto.inference.embedded.drafts import DraftRows
 from stretto.inference.embedded.expert_choices import ExpertChoices
 from stretto.inference.embedded.sampler import PromptScores
@@ -31,7 +30,6 @@ from stretto.models.decoder import Decoder
 from stretto.models.fused import FusedDecoder, ModuleDecoder, build_pass
 from stretto.models.lm_head import head_logits
 from stretto.models.moe import EXPERT_PARAMETERS, mixtures
-from stretto.models.parts.mixers.carried import CarriedDocuments
 from stretto.models.parts.router import Routing
 
 if TYPE_CHECKING:
@@ -84,10 +82,26 @@ class _Pass:
     num_rows: int
     places: Int[np.ndarray, " rows"] | None
     layouts: list[PassLayout]
-    documents: list[CarriedDocuments]  # by layout; none for a model without states
+    documents: list[Any]  # by layout; none for a model without states
     plan_slots: np.ndarray
     num_left: int  # later passes, one token further each, that can reuse these layouts
     row_multiple: int
+
+
+class States(Protocol):
+    """What recurrent layers keep of each slot: 0 before its first token, and changed by every pass."""
+
+    max_sequences: int
+
+    def __init__(self, model: Decoder, *, max_sequences: int, is_exact: bool) -> None: ...
+
+    def documents(self, owners: Int[np.ndarray, " rows"], positions: Int[np.ndarray, " rows"]) -> Any:
+        """What the mixers need of a pass (decoder.py), in which row i is token positions[i] of slot owners[i]."""
+        ...
+
+    def copy(self, source: Int[np.ndarray, " slots"], target: Int[np.ndarray, " slots"]) -> None:
+        """Copy the states of slots, for samples that start from one prompt."""
+        ...
 
 
 class Runner:
@@ -101,7 +115,7 @@ class Runner:
         *,
         tile: int | None = None,
         expert_choices: ExpertChoices | None = None,
-        states: StateCache | None = None,
+        states: States | None = None,
         images: ImageStore | None = None,
     ) -> None:
         self.cache, self.adapters, self.states, self.images = cache, adapters, states, images

@@ -53,7 +53,7 @@ class Routing:
     first_choices: dict[int, Int[Tensor, "tokens top_k"]] = field(default_factory=dict)
     """By layer: the choices that a layer uses again when it is recomputed for the backward pass."""
     key_choices: dict[int, Int[Tensor, "tokens chosen"]] = field(default_factory=dict)
-    """By layer: the keys that queries attend to (key_choice.py)."""
+    """By layer: the keys that queries attend to, where a layer chooses them."""
     index_loss_scale: float | None = None
     """Factor on the loss that trains indexers; None: there is no such loss."""
     index_losses: dict[int, Tensor] = field(default_factory=dict)

@@ -19,7 +19,6 @@ from stretto.config.sections.model import ModelSection
 from stretto.models.decoder import Decoder
 from stretto.models.hf import Policy
 from stretto.models.moe import mixtures, update_expert_bias
-from stretto.models.parts.mixers.sparse_mla import Indexer
 from stretto.models.parts.router import Routing
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
@@ -153,7 +152,7 @@ def build_routers(policy: Policy, model: ModelSection, *, is_replaying: bool) ->
 
 def _unfreeze_indexers(policy: Policy, model: ModelSection) -> None:
     """Raises: ConfigError if the policy has no indexers."""
-    indexers = [module for module in policy.modules() if isinstance(module, Indexer)]
+    indexers = [module for name, module in policy.named_modules() if name.endswith(".indexer")]
     if not indexers:
         raise ConfigError(
             f"[model] indexer_kl_coeff = {model.indexer_kl_coeff:g}, but this {policy.config.family} has no indexers; "

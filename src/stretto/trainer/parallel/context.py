@@ -5,11 +5,9 @@ shared prompts and kernels are those of attention.py. ring: every rank keeps its
 rank to rank; a rank has one chunk from the first half of the row and its mirror image from the second half (zigzag),
 so that causal attention is balanced. Rows need no padding: chunks may differ by one token.
 
-Layers with the gated delta rule (models/parts/mixers/gated_delta.py) swap heads for tokens in both styles: their
-states pass from token to token, and each rank computes those of its heads.
-
-Layers whose queries attend to chosen keys (models/parts/mixers/key_choice.py) run with the ring's chunks: every
-rank gathers the small vectors that keys are expanded from, and those of the index, and chooses for its own queries.
+Recurrent layers swap heads for tokens in both styles: their states pass from token to token, and each rank computes
+those of its heads. Layers that choose their keys run with the ring's chunks: every rank gathers those of all tokens,
+and chooses for its own queries.
 
 Source: DeepSpeed-Ulysses, arXiv:2309.14509; Ring Attention, arXiv:2310.01889. Differs: masks follow packed
 documents, and chunks of keys that no query sees are skipped.
@@ -29,9 +27,7 @@ from torch import Tensor
 
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
-from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
-from stretto.models.parts.mixers.documents import Documents
-from stretto.models.parts.mixers.key_choice import VisibleKeys, attend_chosen
+from stretto.models.parts.attend import NO_LIMITS, Attend, Limits, OwnTokens
 from stretto.models.parts.router import Routing
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.parallel.collectives import all_to_all, gather_rows
@@ -100,8 +96,7 @@ def hidden_states(
         features = torch.arange(len(images.rows), device=mine.device) if images.features is None else images.features
         options["images"] = replace(images, rows=shards.place[images.rows][is_here], features=features[is_here])
     if policy.config.has_recurrence:
-        row = inputs.layout.documents
-        options["documents"] = SharedDocuments(row.bounds, row.device, shards=shards, mesh=mesh)
+        options["documents"] = policy.documents(inputs.layout, SharedHeads(shards, mesh))
     rows = shards.place[inputs.rows][is_own]
     hidden = policy(inputs.token_ids[mine], inputs.layout.rotations[..., mine], attend, rows, **options)
     predictors = index_of_row[inputs.predictors[places[mesh.cp_rank]]]
@@ -129,9 +124,9 @@ def _ulysses(attend: Attend, sizes: list[int], mesh: Mesh) -> Attend:
     return attend_heads
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedDocuments(Documents):
-    """The documents of a row for recurrent mixers: every rank has all tokens, of some heads.
+@dataclass(frozen=True, eq=False)
+class SharedHeads:
+    """`Heads` of ranks that share a row: every rank gets all tokens, of some heads.
 
     A state passes through the tokens of a document in their order, so that ranks cannot each compute their own tokens
     at the same time; heads are independent of each other.
@@ -159,13 +154,13 @@ class SharedDocuments(Documents):
         return self._order.argsort()
 
     def spread(self, x: Float[Tensor, "own channels"], parts: Sequence[int]) -> Float[Tensor, "tokens share"]:
-        """As `AllHeads.spread`."""
+        """As `Heads.spread`."""
         by_rank = torch.cat([self.own(x.T, parts, rank).T for rank in range(self.degree)])
         gathered = all_to_all(by_rank, self._sizes, [len(x)] * self.degree, self.mesh.cp_group)
         return gathered.index_select(0, self._places)
 
     def collect(self, x: Float[Tensor, "tokens share dim"]) -> Float[Tensor, "own heads dim"]:
-        """As `AllHeads.collect`."""
+        """As `Heads.collect`."""
         num_own = self._sizes[self.mesh.cp_rank]
         by_rank = x.index_select(0, self._order)
         received = all_to_all(by_rank, [num_own] * self.degree, self._sizes, self.mesh.cp_group)
@@ -174,7 +169,7 @@ class SharedDocuments(Documents):
     def own(
         self, weight: Float[Tensor, "channels ..."], parts: Sequence[int], rank: int | None = None
     ) -> Float[Tensor, "share ..."]:
-        """As `AllHeads.own`, of this rank or of another."""
+        """As `Heads.own`, of this rank or of another."""
         rank = self.mesh.cp_rank if rank is None else rank
         return torch.cat([part.chunk(self.degree)[rank] for part in weight.split(list(parts))])
 
@@ -200,18 +195,13 @@ def _ring(layout: PackedLayout, shards: _TokenShards, mesh: Mesh) -> Attend:
         return _RingOrder(mesh, masks, sizes)
 
     @cache
-    def visible() -> VisibleKeys:
-        tokens = shards.inputs[me].cpu().numpy()
-        return VisibleKeys.of(layout.tree, positions.device, tokens)
+    def own() -> OwnTokens:
+        gather = lambda x: gather_rows(x, shards.inputs, me, mesh.cp_group)
+        return OwnTokens(shards.inputs[me].cpu().numpy(), gather)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits = NO_LIMITS) -> Tensor:
-        choice = limits.keys
-        if choice is not None:
-            if choice.vectors is not None:
-                keys = gather_rows(choice.vectors.keys, shards.inputs, me, mesh.cp_group)
-                choice = replace(choice, vectors=choice.vectors._replace(keys=keys))
-            k = gather_rows(k, shards.inputs, me, mesh.cp_group)
-            return attend_chosen(choice, q, k, k[..., : v.shape[-1]], visible())
+        if limits.keys is not None:
+            return limits.keys.attend(q, k, v, layout.tree, own())
         return _RingAttention.apply(q, k, v, limits.sinks, order(limits.window))
 
     return attend

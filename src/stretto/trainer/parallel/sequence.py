@@ -134,10 +134,10 @@ class _BlockPart:
     def mixer(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The forward pass of a mixer over all tokens; its rows are those of the pass."""
 
-        def forward(x: Tensor, angles: Any, layer: int, attend: Any, rows: Tensor | None) -> Tensor:
+        def forward(x: Tensor, angles: Any, layer: int, attend: Any, rows: Tensor | None, *rest: Any) -> Tensor:
             self._is_cut = rows is not None
             now = self._split.current
-            mix = lambda whole: inner(whole, angles, layer, attend, now.all_rows if self._is_cut else None)
+            mix = lambda whole: inner(whole, angles, layer, attend, now.all_rows if self._is_cut else None, *rest)
             return self._apply(mix, x, now.tokens)
 
         return forward

@@ -5,16 +5,14 @@ Here are those that it computes in torch's operations; the others have tests of 
 
 from __future__ import annotations
 
-from typing import get_args
-
 import msgspec
 import numpy as np
 import pytest
 import torch
-from engine_runs import ask, bits, build_core, build_model, packed_logprobs, prompt, run
+from engine_runs import RECURRENT, ask, bits, build_core, build_varied, packed_logprobs, prompt, run
 
-from stretto.config.sections.model import LoRASection, ScratchSection
-from stretto.families.table import VISION_FAMILIES
+from stretto.config.sections.model import LoRASection
+from stretto.families.table import FAMILIES, VISION_FAMILIES
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
 from stretto.models.lm_head import head_logits
@@ -23,27 +21,8 @@ from stretto.models.moe import Routing
 
 RNG = np.random.default_rng(0)
 PROMPTS = [prompt(RNG, length) for length in (3, 17, 70, 33, 48)]
-NEW = sorted(
-    set(get_args(ScratchSection.model_fields["family"].annotation))
-    - {"llama", "qwen2", "qwen3", "qwen3_moe", *VISION_FAMILIES}  # those with images: test_engine_vision.py
-)
-RECURRENT = ("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h")
-
-
-def build(family: str, **shape: int) -> Decoder:
-    """Norms, biases and whatever else has one dim are not as at the start."""
-    generator = torch.Generator().manual_seed(1)
-    model = build_model(
-        **{
-            "family": family, "num_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "sliding_window": 20, "index_topk": 12,
-        } | shape
-    )  # fmt: skip
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or name.endswith("bias"):
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    return model
+NEW = sorted(set(FAMILIES) - {"llama", "qwen2", "qwen3", "qwen3_moe", *VISION_FAMILIES})
+"""Without those with images, which test_engine_vision.py has."""
 
 
 def logprobs_and_choices(model: Decoder, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -62,7 +41,7 @@ def logprobs_and_choices(model: Decoder, tokens: np.ndarray) -> tuple[np.ndarray
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", NEW)
 def test_engine_and_trainer_agree_alone_and_in_any_batch(family):
-    model = build(family)
+    model = build_varied(family)
     has_experts = model.config.moe is not None
     core = lambda **settings: build_core(model, enable_return_routed_experts=has_experts, **settings)
     specs = [ask(f"r{i}", ids, seed=i, n=1 + i % 2, max_tokens=12) for i, ids in enumerate(PROMPTS)]
@@ -86,7 +65,7 @@ def test_engine_and_trainer_agree_alone_and_in_any_batch(family):
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", sorted(set(NEW) - set(RECURRENT)))
 def test_a_prefix_found_in_the_cache_changes_no_bit(family):
-    model = build(family)
+    model = build_varied(family)
     core = build_core(model)
     [[first]] = run(core, ask("a", PROMPTS[2], max_tokens=28))
     turn = np.concatenate((PROMPTS[2], first.token_ids, PROMPTS[0]))
@@ -99,14 +78,14 @@ def test_a_prefix_found_in_the_cache_changes_no_bit(family):
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", NEW)
 def test_an_adapter_on_all_layers_and_experts_is_its_merged_model(family):
-    adapted = build(family)
+    adapted = build_varied(family)
     attach_adapters(adapted, LoRASection(rank=4, alpha=8.0))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.normal_(0, 0.15, generator=generator)
-    core = build_core(build(family))
+    core = build_core(build_varied(family))
     core.load_adapter("a", Adapter.of(adapted))
     request = msgspec.structs.replace(ask("adapted", PROMPTS[1]), adapter="a")
     [base], [completion] = run(core, ask("base", PROMPTS[1]), request)

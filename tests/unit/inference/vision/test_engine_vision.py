@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("both_engines")
 
 SMALL, LARGE, OTHER = image((1, 2, 4), 0), image((1, 6, 4), 1), image((1, 2, 4), 2)
 FAMILIES = ["qwen3_vl", "qwen3_vl-heads-of-16", "qwen3_vl_moe"]
+RECURRENT = pytest.param("qwen3_5", marks=needs("families"))
 
 
 def show(name: str, images: Sequence[Image], seed: int = 0, **more) -> GenerateRequest:
@@ -90,7 +91,7 @@ def test_logprobs_are_those_of_transformers(tmp_path):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("case", [*FAMILIES, "qwen3_5"])
+@pytest.mark.parametrize("case", [*FAMILIES, RECURRENT])
 @pytest.mark.parametrize("step", [3, 7])
 def test_prompts_that_are_cut_through_images_have_the_same_bits(case, step):
     model = build_vision_policy(case)
@@ -127,7 +128,7 @@ def test_images_in_one_block_are_told_apart_by_their_order():
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("case", [*FAMILIES, "qwen3_5"])
+@pytest.mark.parametrize("case", [*FAMILIES, RECURRENT])
 def test_a_later_turn_continues_the_cache_and_may_show_more_images(case):
     core = build_core(build_vision_policy(case), block_size=4)
     first = show("a", [LARGE], max_tokens=9, stop_token_ids=())
@@ -143,7 +144,7 @@ def test_a_later_turn_continues_the_cache_and_may_show_more_images(case):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("case", ["qwen3_vl", "qwen3_vl-heads-of-16", "qwen3_5"])
+@pytest.mark.parametrize("case", ["qwen3_vl", "qwen3_vl-heads-of-16", RECURRENT])
 def test_preempted_sequences_with_images_have_the_same_bits(case):
     model = build_vision_policy(case)
     specs = [show(f"r{i}", [LARGE, SMALL], i, n=3, max_tokens=20) for i in range(3)]

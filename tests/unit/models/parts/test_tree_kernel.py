@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stretto.models.attention import PackedLayout
-from stretto.models.parts.mixers.attend import Limits
+from stretto.models.parts.attend import Limits
 from stretto.models.parts.tree_kernel import BLOCK, attend_tree, build_mask, count_seen
 from stretto.models.segments import SegmentTree
 

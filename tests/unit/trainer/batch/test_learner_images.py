@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases.vision import IMAGE, build_vision_policy, image, image_batches, image_group, logprobs_alone, pack_images
 from msgspec.structs import replace
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import ModelSection, VisionSection
@@ -28,7 +29,9 @@ def learner_of(case="qwen3_vl", *, is_frozen=True, **model):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("case", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_vl as a tree"])
+@pytest.mark.parametrize(
+    "case", ["qwen3_vl", "qwen3_vl_moe", pytest.param("qwen3_5", marks=needs("families")), "qwen3_vl as a tree"]
+)
 def test_samples_in_a_row_have_the_logprobs_of_each_alone(case):
     sharing = "tree" if "tree" in case else "prompts"
     learner = learner_of(case.split()[0], shared_prefixes=sharing)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from processes.add_ons import needs
 from tiny import VOCAB, branches, build_learner, build_policy, gradients, pack, with_streams
 
 from stretto.algorithms.losses import UserFunctions
@@ -99,7 +100,10 @@ def test_all_components_and_the_alternatives_of_teachers():
     "shape",
     [
         {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
-        {"family": "gpt_oss", "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+        pytest.param(
+            {"family": "gpt_oss", "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+            marks=needs("families"),
+        ),
         {"family": "llama", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16},
     ],
     ids=lambda shape: shape["family"],
@@ -178,6 +182,7 @@ def test_by_default_all_that_samples_begin_with_is_shared_on_a_cpu_and_nothing_o
     assert found == [on_cpu, on_gpu]
 
 
+@needs("families")
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5_text"])
 def test_models_with_a_state_compute_each_sample(family):
     model = ModelSection(dtype="float32", shared_prefixes="tree")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import get_args
 
 import msgspec
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from stretto.base.errors import EngineError
 from stretto.config.sections.model import ModelSection, ScratchSection, ScratchVisionSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
-from stretto.families.table import VISION_FAMILIES
+from stretto.families.table import FAMILIES, VISION_FAMILIES
 from stretto.models.attention import PackedLayout
 from stretto.models.hub import export_tensors, random_model
 from stretto.models.tensor_map import as_whole_slices
@@ -318,7 +317,7 @@ def test_a_model_that_was_scaled_has_its_bits_again():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("family", sorted(get_args(ScratchSection.model_fields["family"].annotation)))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_trainer_and_engine_scale_the_tensors_of_every_family_alike(family):
     """Engines scale what is published, the trainer its parameters, which are stacked or split otherwise."""
     vision = ScratchVisionSection() if family in VISION_FAMILIES else None

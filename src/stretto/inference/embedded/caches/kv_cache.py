@@ -8,12 +8,13 @@ that are being decoded have their keys in one piece (running.py). A cache of an 
 
 Shape of the cache: [layers that attend, 2 * kv_heads, blocks, block_size * head_dim], keys before values, so that one
 row gather yields a batch of [keys, head_dim] matrices for a batched product without another copy. The states of
-recurrent layers are in states.py.
+recurrent layers are beside it (`States` in runner.py).
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from torch import Tensor
 from stretto.families.shape import ModelConfig
 from stretto.inference.embedded.caches.running import RunningKV, SlabFill, SlabPart
 from stretto.models.device.kernels import PassKernels
-from stretto.models.parts.mixers.attend import NO_LIMITS, Attend, Limits
+from stretto.models.parts.attend import NO_LIMITS, Attend, Limits
 from stretto.models.parts.sinks import attend_with_sinks
 
 if TYPE_CHECKING:
@@ -94,6 +95,11 @@ class PassLayout:
     rows: PassRows
     write: Tensor  # int64 [rows], indices into the flattened [blocks * block_size] dim
     parts: list[BlockPart | SlabPart]
+
+
+def free_memory() -> int:
+    """Bytes of unused memory of this machine."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def key_widths(block_size: int, max_len: int) -> Int64[np.ndarray, " widths"]:

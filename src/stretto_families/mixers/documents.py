@@ -21,6 +21,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, Shaped
 
+    from stretto.models.parts.attend import Heads
+    from stretto.models.segments import SegmentTree
+
 MAX_CHUNK = 64
 """Tokens per chunk; fewer if all documents are shorter."""
 
@@ -116,38 +119,43 @@ class ChunkTable:
         return cls(np.where(is_real, rows, num_tokens), places, num_documents, order)
 
 
+@functools.lru_cache(maxsize=4)
+def documents_of(tree: SegmentTree, device: torch.device, heads: Heads | None = None) -> Documents:
+    """The documents of a packed row, the same for all passes over it."""
+    return Documents(tree.bounds, device, heads or ALL_HEADS)
+
+
 def chunk_size(longest: int) -> int:
     """Tokens per chunk for documents of at most this length."""
     return min(MAX_CHUNK, -(-longest // 16) * 16)
 
 
 class AllHeads:
-    """A rank with all tokens and heads; with context parallelism ranks exchange them."""
+    """The `Heads` of a rank with all tokens and heads."""
 
-    @property
-    def degree(self) -> int:
-        """Ranks that share the heads."""
-        return 1
+    degree = 1
 
-    def spread(self, x: Float[Tensor, "own channels"], parts: Sequence[int]) -> Float[Tensor, "tokens share"]:
-        """All tokens with the channels of this rank's heads; parts: sizes of the channels' parts."""
+    def spread(self, x: Float[Tensor, "own channels"], parts: Sequence[int]) -> Float[Tensor, "own channels"]:
         return x
 
-    def collect(self, x: Float[Tensor, "tokens share dim"]) -> Float[Tensor, "own heads dim"]:
-        """The reverse for the results of heads: this rank's tokens with all heads."""
+    def collect(self, x: Float[Tensor, "own heads dim"]) -> Float[Tensor, "own heads dim"]:
         return x
 
-    def own(self, weight: Float[Tensor, "channels ..."], parts: Sequence[int]) -> Float[Tensor, "share ..."]:
-        """The rows of a weight for the channels of this rank's heads."""
+    def own(self, weight: Float[Tensor, "channels ..."], parts: Sequence[int]) -> Float[Tensor, "channels ..."]:
         return weight
 
 
+ALL_HEADS = AllHeads()
+
+
 @dataclass(frozen=True)
-class Documents(AllHeads):
+class Documents:
     """The documents of a row: document d is tokens bounds[d]:bounds[d + 1]."""
 
-    bounds: Sequence[int]
+    bounds: Sequence[int] | Int[np.ndarray, " bounds"]
     device: torch.device
+    heads: Heads = ALL_HEADS
+    """Who computes which heads: with context parallelism ranks exchange them."""
     _convolution_rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @functools.cached_property

@@ -6,13 +6,12 @@ import logging
 
 import numpy as np
 import pytest
-from engine_runs import ask, bits, build_core, finish, packed_logprobs, prompt, run, submit
-from test_engine_families import RECURRENT, build
+from engine_runs import RECURRENT, ask, bits, build_core, build_varied, finish, packed_logprobs, prompt, run, submit
 
-from stretto.inference.embedded.caches import states
 from stretto.inference.embedded.core import CoreSettings, EngineCore
 from stretto.models.hub import export_tensors
 from stretto.records.generate import VersionSpan
+from stretto_families.caches import states
 
 RNG = np.random.default_rng(5)
 PROMPTS = [prompt(RNG, length) for length in (9, 40, 23)]
@@ -20,7 +19,7 @@ PROMPTS = [prompt(RNG, length) for length in (9, 40, 23)]
 
 @pytest.fixture(params=RECURRENT)
 def model(request):
-    return build(request.param)
+    return build_varied(request.param)
 
 
 def copy_of(model):
@@ -30,7 +29,7 @@ def copy_of(model):
 @pytest.mark.heavy
 def test_new_weights_continue_from_the_old_states(model):
     """As with cached keys and values: nothing is computed again, and each token knows its version."""
-    old, new = copy_of(model), copy_of(build(model.config.family, seed=3))
+    old, new = copy_of(model), copy_of(build_varied(model.config.family, seed=3))
     ids = PROMPTS[1]
 
     def sample(*others):
@@ -107,7 +106,7 @@ def test_fewer_sequences_run_than_allowed_if_their_states_do_not_fit(model, capl
 
 def test_a_model_without_attention_needs_no_keys():
     """As nemotron_h with the default of two layers: Mamba 2 and experts."""
-    model = build("nemotron_h", num_layers=2)
+    model = build_varied("nemotron_h", num_layers=2)
     assert not model.config.attending_layers
     core = EngineCore(model, CoreSettings(max_model_len=128, max_num_batched_tokens=32))
     requests = [ask(str(i), ids, n=2) for i, ids in enumerate((*PROMPTS, PROMPTS[0][:1]))]

@@ -10,23 +10,24 @@ computed in float32, not in rotated 8-bit floats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.parts.mixers.attend import Attend, Limits
-from stretto.models.parts.mixers.key_choice import IndexVectors, KeyChoice
-from stretto.models.parts.mixers.mla import LatentAttention
+from stretto.models.parts.attend import Attend, Limits
 from stretto.models.parts.rope import Angles, rotate
+from stretto_families.mixers.key_choice import IndexVectors, KeyChoice
+from stretto_families.mixers.mla import LatentAttention
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from stretto.families.shape import IndexerShape, ModelConfig
+    from stretto.families.shape import ModelConfig
+    from stretto.models.fused import RowMatrices
     from stretto.models.parts.router import Routing
+    from stretto_families.shapes import IndexerShape
 
 _NORM_EPS = 1e-6
 
@@ -59,19 +60,15 @@ class Indexer(nn.Module):
         return IndexVectors(queries, weights * (shape.num_heads * shape.head_dim) ** -0.5, keys)
 
 
-RowMatrices = Callable[[], Sequence[tuple[Tensor | None, int, Tensor]]]
-"""() -> for each adapter of a pass: the rows that have it (None: all; padded at the end), their number, and its addend
-to the matrix, [in, out]."""
-
-
 class SparseLatentAttention(LatentAttention):
     """Latent attention to chosen keys; a layer without an indexer uses an earlier choice."""
 
+    matrix = "kv_b_proj"
     addends: RowMatrices | None = None
-    """In an engine, whose rows have different adapters: the adapters of kv_b_proj."""
+    """In an engine, whose rows have different adapters: those of this layer, which is not applied to the rows."""
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
-        super().__init__(cfg)
+        super().__init__(cfg, layer)
         indexer = self.shape.indexer
         assert indexer is not None and self.shape.query_rank is not None
         self.source, self.top_k = indexer.sources[layer], indexer.top_k
@@ -85,8 +82,9 @@ class SparseLatentAttention(LatentAttention):
         layer: int,
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
-        routing: Routing,
+        routing: Routing | None = None,
     ) -> Float[Tensor, "rows dim"]:
+        assert routing is not None, "a pass keeps its choices there"
         q, small, from_small, vectors = self.project(x, angles)
         choice = KeyChoice(
             self.source, self.top_k, self.key_dim**-0.5, routing.key_choices, vectors,

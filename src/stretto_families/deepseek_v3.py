@@ -20,8 +20,9 @@ from stretto.families.family import (
 )
 from stretto.families.own.glm4_moe import GLM4_MOE, read_mixture, write_mixture
 from stretto.families.rope_keys import rope_to_hf
-from stretto.families.shape import LatentShape, ModelConfig, yarn_scale
+from stretto.families.shape import ModelConfig, yarn_scale
 from stretto.families.traits import Implied, Traits, VllmTraits
+from stretto_families.shapes import LatentShape, latent
 
 _LATENT_KEYS = Keys(
     query_rank=("q_lora_rank", None),
@@ -59,46 +60,54 @@ def normalise(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """The shapes of latent attention and of the mixture."""
-    return {
-        "mixers": ("latent",) * hf["num_hidden_layers"],
-        "latent": LatentShape(**_LATENT_KEYS.read(hf), **hf["yarn"]),
-        "moe": read_mixture(hf, 3),
-    }
+def read_latent(hf: dict[str, Any]) -> LatentShape:
+    """The shape of latent attention, without an indexer."""
+    return LatentShape(**_LATENT_KEYS.read(hf), **hf["yarn"])
+
+
+def _fields(hf: dict[str, Any]) -> dict[str, Any]:
+    return {"mixers": (latent(read_latent(hf)),) * hf["num_hidden_layers"], "moe": read_mixture(hf, 3)}
+
+
+def shape_of(cfg: ModelConfig) -> LatentShape:
+    """The shape of a model's latent attention."""
+    shape = cfg.shape_of("latent")
+    assert isinstance(shape, LatentShape)
+    return shape
 
 
 def to_hf(cfg: ModelConfig) -> dict[str, Any]:
-    """The reverse of `fields` and `normalise`."""
-    assert cfg.latent is not None
+    """The reverse of `_fields` and `normalise`."""
+    shape = shape_of(cfg)
     rope = rope_to_hf(cfg.rope)
     rope.pop("partial_rotary_factor", None)
-    if cfg.latent.yarn_mscale:
-        rope["mscale_all_dim"] = cfg.latent.yarn_mscale
+    if shape.yarn_mscale:
+        rope["mscale_all_dim"] = shape.yarn_mscale
     return {
         **write_mixture(cfg),
-        **_LATENT_KEYS.write(cfg.latent),
+        **_LATENT_KEYS.write(shape),
         "rope_parameters": rope,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "head_dim": cfg.latent.rotated_dim,
+        "head_dim": shape.rotated_dim,
         "num_key_value_heads": cfg.num_heads,
     }
 
 
-def scratch(scratch: Scratch) -> dict[str, Any]:
-    """Latent vectors are half as wide as the residual stream; one expert is shared."""
-    return {
-        "mixers": ("latent",) * scratch.num_layers,
-        "latent": LatentShape(
-            query_rank=max(scratch.hidden_size // 2, 1),
-            rank=max(scratch.hidden_size // 2, 1),
-            plain_dim=scratch.head_dim,
-            rotated_dim=scratch.head_dim // 2 + scratch.head_dim // 2 % 2,
-            value_dim=scratch.head_dim,
-        ),
-        "moe": scratch_shared_moe(scratch, 1),
-    }
+def scratch_latent(scratch: Scratch) -> LatentShape:
+    """Small vectors are half as wide as the residual stream."""
+    return LatentShape(
+        query_rank=max(scratch.hidden_size // 2, 1),
+        rank=max(scratch.hidden_size // 2, 1),
+        plain_dim=scratch.head_dim,
+        rotated_dim=scratch.head_dim // 2 + scratch.head_dim // 2 % 2,
+        value_dim=scratch.head_dim,
+    )
+
+
+def _scratch(scratch: Scratch) -> dict[str, Any]:
+    mixers = (latent(scratch_latent(scratch)),) * scratch.num_layers
+    return {"mixers": mixers, "moe": scratch_shared_moe(scratch, 1)}
 
 
 DEEPSEEK_V3 = Family(
@@ -114,7 +123,7 @@ DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     constants={"has_qk_norm": False},
     keys=ATTENTION_BIAS,
-    fields=fields,
+    fields=_fields,
     to_hf=to_hf,
     required=REQUIRED,
     defaults={"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
@@ -124,5 +133,5 @@ DEEPSEEK_V3 = Family(
     weights=STACKED_EXPERTS + EXPERT_BIAS,
     rotary_fraction=1.0,
     is_rotary_interleaved=True,
-    scratch=scratch,
+    scratch=_scratch,
 )

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stretto.models.parts.mixers.documents import Documents
-from stretto.models.parts.mixers.gated_delta import gated_delta_rule
-from stretto.models.parts.mixers.mamba2 import mamba2_scan
+from stretto_families.mixers.documents import Documents
+from stretto_families.mixers.gated_delta import gated_delta_rule
+from stretto_families.mixers.mamba2 import mamba2_scan
 
 BOUNDS = [(0, 1), (0, 16), (0, 64, 128), (0, 3, 3, 70, 71, 135, 200, 350), (0, 300, 310, 500)]
 

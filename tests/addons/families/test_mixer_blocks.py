@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_models_families import VOCAB, build_theirs, our_logits
+from cases.families import VOCAB, build_theirs, our_logits
 
 from stretto.config.sections.model import ActivationCheckpointSection, LoRASection, ModelSection
 from stretto.models import hub

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from stretto.families.shape import ModelConfig
-    from stretto.models.parts.mixers.attend import Attend
+    from stretto.models.parts.attend import Attend
+    from stretto.models.parts.router import Routing
+    from stretto_families.shapes import LatentShape
 
 _NORM_EPS = 1e-6
 """Epsilon of the norms of the small vectors, whatever that of other norms is."""
@@ -32,10 +34,9 @@ _NORM_EPS = 1e-6
 class LatentAttention(nn.Module):
     """Attention whose queries, keys and values come from small vectors."""
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
-        shape = cfg.latent
-        assert shape is not None
+        shape: LatentShape = cfg.mixer_of(layer).shape
         self.shape = shape
         self.key_dim = shape.plain_dim + shape.rotated_dim
         q_size, kv_size = cfg.num_heads * self.key_dim, cfg.num_heads * (shape.plain_dim + shape.value_dim)
@@ -58,6 +59,7 @@ class LatentAttention(nn.Module):
         layer: int,
         attend: Attend,
         rows: Int[Tensor, " rows"] | None,
+        routing: Routing | None = None,
     ) -> Float[Tensor, "rows dim"]:
         attended = attend(layer, *self.project(x, angles))[..., : self.shape.value_dim].flatten(1)
         return self.o_proj(attended if rows is None else attended.index_select(0, rows))

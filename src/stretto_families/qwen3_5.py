@@ -1,8 +1,7 @@
-"""qwen3_5_text, qwen3_5_moe_text: three blocks of the gated delta rule per one of attention.
+"""qwen3_5_text, qwen3_5_moe_text, qwen3_5, qwen3_5_moe: three blocks of the gated delta rule per one of attention.
 
 Attention is gated. Norms are stored as their difference from 1, and only the first quarter of each head is rotated.
-The mixture has one expert that computes every token, with a gate. Positions are those of text; models with images are
-another `model_type`.
+The mixture has one expert that computes every token, with a gate. Those without `_text` read images.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from stretto.families.family import (
     Scratch,
     scratch_moe,
 )
-from stretto.families.shape import GatedDeltaShape, ModelConfig, MoEShape
+from stretto.families.own.qwen3_vl import with_vision
+from stretto.families.shape import ModelConfig, MoEShape
 from stretto.families.traits import Implied, Traits, VllmTraits
+from stretto_families.shapes import PAIRED, GatedDeltaShape, gated_delta
 
 _DELTA_KEYS = Keys(
     num_key_heads="linear_num_key_heads",
@@ -38,15 +39,14 @@ def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     layers = range(hf["num_hidden_layers"])
     every = hf.get("full_attention_interval", 4)
     kinds = hf.get("layer_types") or ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in layers]
-    return {
-        "gated_delta": GatedDeltaShape(**_DELTA_KEYS.read(hf)),
-        "mixers": tuple("gated_delta" if kind == "linear_attention" else "paired" for kind in kinds),
-    }
+    recurrent = gated_delta(GatedDeltaShape(**_DELTA_KEYS.read(hf)))
+    return {"mixers": tuple(recurrent if kind == "linear_attention" else PAIRED for kind in kinds)}
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
-    kinds = ["linear_attention" if mixer == "gated_delta" else "full_attention" for mixer in cfg.mixers]
-    return _DELTA_KEYS.write(cfg.gated_delta) | {"layer_types": kinds}
+    kinds = ["full_attention" if mixer == PAIRED else "linear_attention" for mixer in cfg.mixers]
+    shape = cfg.shape_of("gated_delta") or GatedDeltaShape(**_DELTA_KEYS.read(cfg.hf))
+    return _DELTA_KEYS.write(shape) | {"layer_types": kinds}
 
 
 def _moe_fields(hf: dict[str, Any]) -> dict[str, Any]:
@@ -60,17 +60,15 @@ def _moe_to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 def _scratch(scratch: Scratch) -> dict[str, Any]:
     every = min(4, scratch.num_layers)
-    kinds = ["paired" if (i + 1) % every == 0 else "gated_delta" for i in range(scratch.num_layers)]
-    return {
-        "gated_delta": GatedDeltaShape(
-            num_key_heads=scratch.num_kv_heads,
-            num_value_heads=scratch.num_heads,
-            key_head_dim=scratch.head_dim,
-            value_head_dim=scratch.head_dim,
-            conv_width=4,
-        ),
-        "mixers": tuple(kinds),
-    }
+    shape = GatedDeltaShape(
+        num_key_heads=scratch.num_kv_heads,
+        num_value_heads=scratch.num_heads,
+        key_head_dim=scratch.head_dim,
+        value_head_dim=scratch.head_dim,
+        conv_width=4,
+    )
+    recurrent = gated_delta(shape)
+    return {"mixers": tuple(recurrent if (i + 1) % every else PAIRED for i in range(scratch.num_layers))}
 
 
 def _scratch_moe(scratch: Scratch) -> dict[str, Any]:
@@ -118,4 +116,22 @@ QWEN3_5_MOE = replace(
     key_aliases={"moe_intermediate_size": "intermediate_size"},
     scratch=_scratch_moe,
     weights=STACKED_EXPERTS + SHARED_EXPERT,
+)
+
+QWEN3_5_VL = with_vision(
+    QWEN3_5,
+    "qwen3_5",
+    "Qwen3_5ForConditionalGeneration",
+    has_deepstack=False,
+    traits=replace(QWEN3_5.traits, has_vision=True),
+    rotary_sections=(11, 11, 10),
+)
+
+QWEN3_5_MOE_VL = with_vision(
+    QWEN3_5_MOE,
+    "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration",
+    has_deepstack=False,
+    traits=replace(QWEN3_5_MOE.traits, has_vision=True),
+    rotary_sections=(11, 11, 10),
 )

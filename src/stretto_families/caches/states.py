@@ -12,16 +12,16 @@ cache is off for models with such layers.
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from stretto.inference.embedded.caches.kv_cache import free_memory
 from stretto.models.decoder import Decoder
-from stretto.models.parts.mixers.carried import CarriedDocuments, CarriedRows, LayerStates
-from stretto.models.parts.mixers.gated_delta import GatedDelta
-from stretto.models.parts.mixers.mamba2 import Mamba2
+from stretto_families.mixers.carried import CarriedDocuments, CarriedRows, LayerStates
+from stretto_families.mixers.gated_delta import GatedDelta
+from stretto_families.mixers.mamba2 import Mamba2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,15 +39,16 @@ class StateCache:
     """The states of all slots; memory grows with the largest number of slots in use."""
 
     def __init__(self, model: Decoder, *, max_sequences: int, is_exact: bool) -> None:
-        """max_sequences: the number of slots.
+        """max_sequences: the number of slots; the attribute is less if their states would not fit.
 
         is_exact: compute prompts token by token, so that a token has equal bits in every batch.
         """
+        self.max_sequences = sequences_that_fit(model, max_sequences)
         weight = model.output_weight
         self.device, self.dtype, self.is_exact = weight.device, weight.dtype, is_exact
         self._mixers = recurrent_mixers(model)
         self._layers: dict[int, LayerStates] = {}
-        self._num_places, self._most_places = 0, max_sequences + 1
+        self._num_places, self._most_places = 0, self.max_sequences + 1
 
     @property
     def num_bytes(self) -> int:
@@ -93,11 +94,11 @@ class StateCache:
 
 def recurrent_mixers(model: Decoder) -> dict[int, GatedDelta | Mamba2]:
     """The mixers that keep a state, by layer."""
-    return {block.layer: block.linear_attn for block in model.model.blocks if block.is_recurrent}
+    return {block.layer: block.mixer for block in model.model.blocks if block.is_recurrent}
 
 
 def bytes_per_sequence(model: Decoder) -> int:
-    """Bytes for the states of one sequence; 0 for a model without recurrent layers."""
+    """Bytes for the states of one sequence."""
     mixers = recurrent_mixers(model).values()
     states = (mixer.new_states(1, model.output_weight.dtype, torch.device("meta")) for mixer in mixers)
     return sum(tensor.nbytes for layer in states for tensor in layer.tensors)
@@ -105,9 +106,7 @@ def bytes_per_sequence(model: Decoder) -> int:
 
 def sequences_that_fit(model: Decoder, most: int) -> int:
     """The number of sequences that may run at one time: `most`, or fewer if their states do not fit."""
-    if not (per_sequence := bytes_per_sequence(model)):
-        return most
-    device = model.output_weight.device
+    per_sequence, device = bytes_per_sequence(model), model.output_weight.device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     fit = max(free // _FREE_PER_STATES // per_sequence, 1)
     if fit < most:
@@ -116,8 +115,3 @@ def sequences_that_fit(model: Decoder, most: int) -> int:
             most, most * per_sequence, fit,
         )  # fmt: skip
     return min(most, fit)
-
-
-def free_memory() -> int:
-    """Bytes of unused memory of this machine."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

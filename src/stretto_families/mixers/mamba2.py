@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.parts.mixers.carried import CarriedDocuments, CausalConvolution, LayerStates
-from stretto.models.parts.mixers.documents import Chunks, Documents, decays_since_start, pairwise_decay
 from stretto.models.parts.norm import rms_norm
+from stretto_families.mixers.carried import CarriedDocuments, CausalConvolution, LayerStates
+from stretto_families.mixers.documents import Chunks, Documents, decays_since_start, documents_of, pairwise_decay
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from stretto.families.shape import ModelConfig
+    from stretto_families.shapes import MambaShape
 
 
 def mamba2_scan(
@@ -72,10 +73,11 @@ class GroupedGatedNorm(nn.Module):
 class Mamba2(nn.Module):
     """A block's mixer by Mamba 2, with the parameters of Hugging Face checkpoints."""
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    documents = staticmethod(documents_of)
+
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
-        shape = cfg.mamba
-        assert shape is not None
+        shape: MambaShape = cfg.mixer_of(layer).shape
         self.shape = shape
         self.size, self.state_size = shape.num_heads * shape.head_dim, shape.num_groups * shape.state_dim
         channels = self.size + 2 * self.state_size

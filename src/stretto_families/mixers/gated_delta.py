@@ -20,14 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.parts.mixers.carried import CarriedDocuments, CausalConvolution, LayerStates
-from stretto.models.parts.mixers.documents import Chunks, Documents, decays_since_start, pairwise_decay
 from stretto.models.parts.norm import rms_norm
+from stretto_families.mixers.carried import CarriedDocuments, CausalConvolution, LayerStates
+from stretto_families.mixers.documents import Chunks, Documents, decays_since_start, documents_of, pairwise_decay
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from stretto.families.shape import ModelConfig
+    from stretto_families.shapes import GatedDeltaShape
 
 _NORM_EPS = 1e-6
 
@@ -87,10 +88,11 @@ class GatedNorm(nn.Module):
 class GatedDelta(nn.Module):
     """A block's mixer by the gated delta rule (`linear_attn` in checkpoints of qwen3_5)."""
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    documents = staticmethod(documents_of)
+
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
-        shape = cfg.gated_delta
-        assert shape is not None
+        shape: GatedDeltaShape = cfg.mixer_of(layer).shape
         self.shape = shape
         self.key_size = shape.num_key_heads * shape.key_head_dim
         self.value_size = shape.num_value_heads * shape.value_head_dim
@@ -116,7 +118,7 @@ class GatedDelta(nn.Module):
     ) -> Float[Tensor, "rows dim"]:
         """The mixer's output for all tokens or `rows`; no token sees another document."""
         q, k, v, log_decay, beta = self.project(x, documents)
-        mixed = documents.collect(gated_delta_rule(q, k, v, log_decay, beta, documents.chunks))
+        mixed = documents.heads.collect(gated_delta_rule(q, k, v, log_decay, beta, documents.chunks))
         if rows is not None:
             mixed, x = mixed.index_select(0, rows), x.index_select(0, rows)
         gate = self.in_proj_z(x).unflatten(-1, (-1, self.shape.value_head_dim))
@@ -133,9 +135,10 @@ class GatedDelta(nn.Module):
     ]:
         """Queries, keys, values, logarithms of decays, and rates, in float32, of this rank's heads."""
         parts = (self.key_size, self.key_size, self.value_size)
-        qkv = documents.spread(self.in_proj_qkv(x), parts)
+        heads = documents.heads
+        qkv = heads.spread(self.in_proj_qkv(x), parts)
         qkv = F.silu(self.conv1d(qkv, documents, parts)).float()
-        q, k, v = qkv.split([size // documents.degree for size in parts], -1)
+        q, k, v = qkv.split([size // heads.degree for size in parts], -1)
         q, k = (_unit(part.unflatten(-1, (-1, self.shape.key_head_dim))) for part in (q, k))
         repeats = self.shape.num_value_heads // self.shape.num_key_heads
         if repeats > 1:
@@ -144,7 +147,7 @@ class GatedDelta(nn.Module):
         beta = self.in_proj_b(x).sigmoid().float()
         rate = F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
         rates = torch.cat((-self.A_log.float().exp() * rate, beta), -1)
-        log_decay, beta = documents.spread(rates, (rate.shape[-1],) * 2).chunk(2, -1)
+        log_decay, beta = heads.spread(rates, (rate.shape[-1],) * 2).chunk(2, -1)
         return q * self.shape.key_head_dim**-0.5, k, v, log_decay, beta
 
 

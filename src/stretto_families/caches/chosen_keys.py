@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.families.shape import IndexerShape, LatentShape, ModelConfig
+from stretto.families.shape import ModelConfig
 from stretto.inference.embedded.caches.kv_cache import BlockPart, KVCache, PassLayout, PassRows, key_widths
 from stretto.inference.embedded.caches.running import RunningKV
-from stretto.models.parts.mixers.attend import Attend, Limits
-from stretto.models.parts.mixers.key_choice import HIDDEN, NOT_A_KEY, attend_rows, key_numbers, rank_codes
+from stretto.models.parts.attend import Attend, Limits
+from stretto_families.mixers.key_choice import HIDDEN, NOT_A_KEY, KeyChoice, attend_rows, key_numbers, rank_codes
+from stretto_families.shapes import IndexerShape, LatentShape
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int32, Int64
@@ -46,8 +47,9 @@ class ChosenKeyCache(KVCache):
 
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, max_len: int, *, dtype: torch.dtype,
-        device: torch.device, is_exact: bool,
+        device: torch.device, is_exact: bool, slab_tokens: int = 0,
     ) -> None:  # fmt: skip
+        """slab_tokens: ignored, because sequences that are being decoded are read from their blocks too."""
         self.num_blocks, self.block_size = num_blocks, block_size
         self.is_exact, self.device = is_exact, device
         self.widths = key_widths(block_size, max_len)
@@ -57,7 +59,6 @@ class ChosenKeyCache(KVCache):
         zeros = lambda *sizes: torch.zeros(*sizes, dtype=dtype, device=device)
         self.small = zeros(config.num_layers, num_tokens, latent.rank + latent.rotated_dim)
         self.index = zeros(len(self._sources), num_tokens, indexer.head_dim)
-        # No memory for slabs: sequences that are being decoded are read from their blocks too.
         self.running = RunningKV(config, self.widths, max_tokens=0, dtype=dtype, device=device, is_exact=is_exact)
 
     @staticmethod
@@ -102,7 +103,7 @@ class ChosenKeyCache(KVCache):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> Tensor:
             choice = limits.keys
-            assert choice is not None, "every layer chooses its keys"
+            assert isinstance(choice, KeyChoice), "every layer chooses its keys"
             self.small[layer].index_copy_(0, layout.write, k.squeeze(1))
             vectors = choice.vectors
             if vectors is not None:
@@ -160,6 +161,6 @@ def _by_row(compute, *parts: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
 
 def _shape_of(config: ModelConfig) -> tuple[LatentShape, IndexerShape, dict[int, int]]:
     """The shapes of small vectors and indexers, and the index of each layer among those with an indexer."""
-    latent = config.latent
-    assert latent is not None and latent.indexer is not None
+    latent: LatentShape = config.shape_of("latent")
+    assert latent.indexer is not None
     return latent, latent.indexer, {layer: n for n, layer in enumerate(sorted(set(latent.indexer.sources)))}

@@ -11,10 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.base.errors import DataError
-from stretto.families.family import Family, Keys, Scratch, mlp_layer_types, sparse_layers
-from stretto.families.own import deepseek_v3
-from stretto.families.shape import IndexerShape, ModelConfig
+from stretto.families.family import Family, Keys, Scratch, mlp_layer_types, scratch_shared_moe, sparse_layers
+from stretto.families.own.glm4_moe import read_mixture
+from stretto.families.shape import ModelConfig
 from stretto.families.traits import Implied, Traits, VllmTraits
+from stretto_families import deepseek_v3
+from stretto_families.deepseek_v3 import read_latent, scratch_latent
+from stretto_families.shapes import IndexerShape, latent
 
 _INDEXER_KEYS = Keys(num_heads="index_n_heads", head_dim=("index_head_dim", 128), top_k=("index_topk", 2048))
 """Fields of IndexerShape and their keys in config.json."""
@@ -50,8 +53,8 @@ def _sources(types: list[str], num_layers: int, family: str) -> tuple[int, ...]:
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
     """The reverse of `fields`, with the layers one by one."""
-    assert cfg.latent is not None and cfg.latent.indexer is not None
-    indexer = cfg.latent.indexer
+    indexer = deepseek_v3.shape_of(cfg).indexer
+    assert indexer is not None
     keys = _INDEXER_KEYS.write(indexer) | {"mlp_layer_types": mlp_layer_types(cfg)}
     if cfg.family == "glm_moe_dsa":
         keys["indexer_types"] = [
@@ -65,26 +68,24 @@ def _family(name: str, architecture: str, *, is_interleaved: bool, traits: Trait
     has_shared = name == "glm_moe_dsa"
 
     def fields(hf: dict[str, Any]) -> dict[str, Any]:
-        base, count = deepseek_v3.fields(hf), hf["num_hidden_layers"]
+        base, count = read_latent(hf), hf["num_hidden_layers"]
         indexer = IndexerShape(
             **_INDEXER_KEYS.read(hf),
             is_interleaved=is_interleaved,
             sources=_sources(_indexer_types(hf) if has_shared else ["full"] * count, count, name),
         )
-        if indexer.head_dim < base["latent"].rotated_dim or indexer.top_k < 1:
+        if indexer.head_dim < base.rotated_dim or indexer.top_k < 1:
             raise DataError(
                 f"{name}: index_head_dim = {indexer.head_dim} must be at least qk_rope_head_dim = "
-                f"{base['latent'].rotated_dim}, and index_topk = {indexer.top_k} at least 1"
+                f"{base.rotated_dim}, and index_topk = {indexer.top_k} at least 1"
             )
         return {
-            "mixers": ("sparse_latent",) * count,
-            "latent": replace(base["latent"], indexer=indexer),
-            "moe": replace(base["moe"], sparse_layers=sparse_layers(hf, hf.get("first_k_dense_replace", 3))),
+            "mixers": (latent(replace(base, indexer=indexer)),) * count,
+            "moe": replace(read_mixture(hf, 3), sparse_layers=sparse_layers(hf, hf.get("first_k_dense_replace", 3))),
         }
 
     def scratch(section: Scratch) -> dict[str, Any]:
         """deepseek_v3 with an indexer in every layer, or in every second one if choices are shared."""
-        base = deepseek_v3.scratch(section)
         indexer = IndexerShape(
             num_heads=section.num_heads,
             head_dim=section.head_dim,
@@ -92,10 +93,8 @@ def _family(name: str, architecture: str, *, is_interleaved: bool, traits: Trait
             is_interleaved=is_interleaved,
             sources=tuple(layer - layer % 2 if has_shared else layer for layer in range(section.num_layers)),
         )
-        return base | {
-            "mixers": ("sparse_latent",) * section.num_layers,
-            "latent": replace(base["latent"], indexer=indexer),
-        }
+        mixer = latent(replace(scratch_latent(section), indexer=indexer))
+        return {"mixers": (mixer,) * section.num_layers, "moe": scratch_shared_moe(section, 1)}
 
     return replace(
         deepseek_v3.DEEPSEEK_V3,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stretto.models.parts.mixers.documents import AllHeads, CarriedState, Chunks, ChunkTable, Documents, chunk_size
+from stretto_families.mixers.documents import ALL_HEADS, CarriedState, Chunks, ChunkTable, Documents, chunk_size
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -51,7 +51,7 @@ class CausalConvolution(nn.Module):
         parts: Sequence[int] | None = None,
     ) -> Float[Tensor, "tokens channels"]:
         """parts: sizes of the parts of the channels, if a rank may have those of some heads only."""
-        weight = self.weight if parts is None else documents.own(self.weight, parts)
+        weight = self.weight if parts is None else documents.heads.own(self.weight, parts)
         return documents.convolve(x, weight, self.bias)
 
     def new_states(self, places: int, state: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LayerStates:
@@ -124,12 +124,13 @@ class CarriedRows:
 
 
 @dataclass(frozen=True)
-class CarriedDocuments(AllHeads):
+class CarriedDocuments:
     """The rows of a pass with the states of one layer's mixer; `at` chooses the layer."""
 
     rows: CarriedRows
     layers: Mapping[int, LayerStates]
     layer: int | None = None
+    heads = ALL_HEADS
 
     def at(self, layer: int) -> CarriedDocuments:
         """The same rows for the mixer of this layer."""

@@ -14,8 +14,8 @@ chosen, so that the choice does not depend on the sizes of blocks or on the rank
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +29,8 @@ from stretto.models.segments import SegmentTree
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Int32, Int64
+
+    from stretto.models.parts.attend import OwnTokens
 
 NOT_A_KEY = -1
 """Entry of a choice whose query sees fewer keys than may be chosen."""
@@ -55,7 +57,7 @@ class IndexVectors(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyChoice:
-    """How the queries of a layer choose keys; part of `Limits` (attend.py).
+    """How the queries of a layer choose keys: the `ChosenKeys` of its `Limits` (models/parts/attend.py).
 
     source: the layer whose index chooses; scale: factor on the scores of the attention. chosen: the choices of this
     pass by layer, int32 [queries, chosen]; a layer that shares a choice, or is computed again, reads it from there.
@@ -70,6 +72,24 @@ class KeyChoice:
     vectors: IndexVectors | None
     loss_scale: float | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def attend(
+        self,
+        q: Float[Tensor, "queries heads dim"],
+        k: Float[Tensor, "keys one dim"],
+        v: Float[Tensor, "keys one value_dim"],
+        tree: SegmentTree,
+        own: OwnTokens | None = None,
+    ) -> Float[Tensor, "queries heads value_dim"]:
+        """As `ChosenKeys.attend`."""
+        visible = _visible(tree, q.device, own)
+        if own is None:
+            return attend_chosen(self, q, k, v, visible)
+        choice = self
+        if self.vectors is not None:
+            choice = replace(self, vectors=self.vectors._replace(keys=own.gather(self.vectors.keys)))
+        k = own.gather(k)
+        return attend_chosen(choice, q, k, k[..., : v.shape[-1]], visible)
 
 
 @dataclass(frozen=True)
@@ -158,6 +178,12 @@ class VisibleKeys:
                 is_whole = ((spans[:, :, 0] <= first) & (spans[:, :, 1] >= last)).any(1).all()
                 ranges.append((first, last, bool(is_whole)))
         return ranges
+
+
+@lru_cache(maxsize=4)
+def _visible(tree: SegmentTree, device: torch.device, own: OwnTokens | None) -> VisibleKeys:
+    """The same for all layers of a pass."""
+    return VisibleKeys.of(tree, device, None if own is None else own.tokens)
 
 
 # -- the choice --

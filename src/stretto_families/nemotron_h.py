@@ -7,7 +7,7 @@ every block has one norm and one `mixer`, whatever it is; here they have the nam
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import DataError
 from stretto.families.family import (
@@ -19,12 +19,18 @@ from stretto.families.family import (
     WeightRule,
     scratch_shared_moe,
 )
-from stretto.families.shape import LayerAttention, MambaShape, ModelConfig, MoEShape
+from stretto.families.shape import ATTENTION, NO_MIXER, LayerAttention, ModelConfig, MoEShape
 from stretto.families.traits import Traits, VllmTraits
+from stretto_families.shapes import MambaShape, mamba
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.families.shape import Mixer
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
-_MIXERS = {"linear_attention": "mamba", "full_attention": "attention"}
+_MIXERS = ("linear_attention", "full_attention")
 _MAMBA_KEYS = Keys(
     num_heads="mamba_num_heads",
     head_dim="mamba_head_dim",
@@ -62,22 +68,27 @@ def _read_mixture(hf: dict[str, Any]) -> MoEShape | None:
     return MoEShape(**_MOE_KEYS.read(hf), **BALANCED_SIGMOID, sparse_layers=layers, is_plain=True)
 
 
+def _mixers(kinds: Sequence[str], shape: MambaShape) -> tuple[Mixer, ...]:
+    by_kind = dict(zip(_MIXERS, (mamba(shape), ATTENTION)))
+    return tuple(by_kind.get(kind, NO_MIXER) for kind in kinds)
+
+
 def _fields(hf: dict[str, Any]) -> dict[str, Any]:
     kinds = hf["layer_types"]
     return {
         "layers": (LayerAttention(hf["num_attention_heads"], None),) * len(kinds),
-        "mixers": tuple(_MIXERS.get(kind, "none") for kind in kinds),
+        "mixers": _mixers(kinds, MambaShape(**_MAMBA_KEYS.read(hf))),
         "layers_without_mlp": tuple(i for i, kind in enumerate(kinds) if kind in _MIXERS),
-        "mamba": MambaShape(**_MAMBA_KEYS.read(hf)),
         "moe": _read_mixture(hf),
     }
 
 
 def _to_hf(cfg: ModelConfig) -> dict[str, Any]:
-    kind_of = {mixer: kind for kind, mixer in _MIXERS.items()}
-    keys = _MAMBA_KEYS.write(cfg.mamba) | {
+    kind_of = dict(zip(("mamba", "attention"), _MIXERS))
+    shape = cfg.shape_of("mamba") or MambaShape(**_MAMBA_KEYS.read({"time_step_min": 0.001} | cfg.hf))
+    keys = _MAMBA_KEYS.write(shape) | {
         "layers_block_type": [
-            kind_of.get(mixer, "moe" if cfg.is_sparse(layer) else "mlp") for layer, mixer in enumerate(cfg.mixers)
+            kind_of.get(mixer.name, "moe" if cfg.is_sparse(layer) else "mlp") for layer, mixer in enumerate(cfg.mixers)
         ],
         "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope.theta},
         "layer_norm_epsilon": cfg.rms_norm_eps,
@@ -113,20 +124,20 @@ def _rules() -> tuple[WeightRule, ...]:
 
 
 def _scratch(scratch: Scratch) -> dict[str, Any]:
-    kinds = [("mamba", "none", "attention", "none")[i % 4] for i in range(scratch.num_layers)]
-    experts = tuple(i for i, kind in enumerate(kinds) if kind == "none")
+    kinds = [("linear_attention", "moe", "full_attention", "moe")[i % 4] for i in range(scratch.num_layers)]
+    experts = tuple(i for i, kind in enumerate(kinds) if kind == "moe")
+    shape = MambaShape(
+        num_heads=scratch.num_heads,
+        head_dim=scratch.head_dim,
+        num_groups=scratch.num_kv_heads,
+        state_dim=scratch.head_dim,
+        conv_width=4,
+        min_step=0.001,
+    )
     return {
         "layers": (LayerAttention(scratch.num_heads, None),) * len(kinds),
-        "mixers": tuple(kinds),
-        "layers_without_mlp": tuple(i for i, kind in enumerate(kinds) if kind != "none"),
-        "mamba": MambaShape(
-            num_heads=scratch.num_heads,
-            head_dim=scratch.head_dim,
-            num_groups=scratch.num_kv_heads,
-            state_dim=scratch.head_dim,
-            conv_width=4,
-            min_step=0.001,
-        ),
+        "mixers": _mixers(kinds, shape),
+        "layers_without_mlp": tuple(i for i, kind in enumerate(kinds) if kind in _MIXERS),
         "moe": replace(scratch_shared_moe(scratch, is_plain=True), sparse_layers=experts) if experts else None,
     }
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cases.families import VOCAB, build_theirs
 from cases.kernels.key_choice import ROWS, chosen_densely, vectors, visible
-from test_models_families import VOCAB, build_theirs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.moe import Routing
-from stretto.models.parts.mixers import key_choice
-from stretto.models.parts.mixers.key_choice import (
+from stretto.models.segments import SegmentTree
+from stretto_families.mixers import key_choice
+from stretto_families.mixers.key_choice import (
     NOT_A_KEY,
     IndexVectors,
     KeyChoice,
@@ -21,7 +22,6 @@ from stretto.models.parts.mixers.key_choice import (
     attend_chosen,
     choose_keys,
 )
-from stretto.models.segments import SegmentTree
 
 HEADS, WIDTH, VALUE = 3, 10, 6
 

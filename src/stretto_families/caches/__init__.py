@@ -1,0 +1,1 @@
+"""What the embedded engine keeps of sequences, where that is not keys and values."""
