@@ -21,7 +21,7 @@ from stretto.orchestrator.rollout.play import GenerationClient
 from stretto.orchestrator.servers import Server, authorization, engine_servers
 from stretto.records.rollout import Group
 from stretto.transports.engine.client import EngineClient
-from stretto.vime.engine import give_key
+from stretto.vime.requests import give_key
 from stretto_frozen.clients import ModelClient, chat_url, key_of, open_models
 from stretto_frozen.costs import Spending, restore
 from stretto_frozen.teachers import PlayingTeacher, ScoringTeacher, Weighted, build_privileged_context

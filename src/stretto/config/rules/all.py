@@ -8,14 +8,14 @@ from types import ModuleType
 
 from stretto import addons
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.rules import batches, engine, learning, machines, megatron, model, run
+from stretto.config.rules import batches, engine, learning, machines, model, run
 from stretto.config.rules.rule import At, Problem, Problems, Rule, Rules, below, of_part, walk
 from stretto.config.section import Section
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection
 from stretto.config.sections.trainer import AdamWOptim, TrainerSection
 
 GROUP = "stretto.rules"
-TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines, megatron))
+TABLES = tuple(room.RULES for room in (run, model, learning, batches, engine, machines))
 DOUBTS: tuple[tuple[type[Section], Rule], ...] = (
     (OrchestratorKeys, batches.late_rollouts),
     (OrchestratorKeys, batches.limit_never_reached),
