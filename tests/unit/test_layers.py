@@ -120,6 +120,7 @@ BELOW = {
     "stretto_start": {"state", "base", "config", "data", "signals"},
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
     "stretto_frozen": {
+        "addons",  # who serves a reward model
         "base",
         "chat",
         "check",

@@ -9,9 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 import pytest
+from processes.add_ons import needs
 import torch
 from aiohttp import ClientSession, web
-from stretto.launch.plan.models import with_chosen_engines
+from stretto.launch.plan.beside import engines_beside
 from stretto.orchestrator.models import open_models
 from tiny import build_policy
 
@@ -178,14 +179,16 @@ def test_a_language_model_has_no_score(reward_model):
     asyncio.run(ask())
 
 
+@needs("frozen")
 def test_a_reward_model_is_served_without_vllm(reward_model, tmp_path):
     from stretto.config.root import RLConfig
 
     base = {"max_steps": 1, "output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "sort-letters"}]}}
     root = lambda **keys: RLConfig.model_validate(base | {"models": {"rm": {"model": str(reward_model), **keys}}})
-    assert with_chosen_engines(root()).models["rm"].engine == "embedded"
+    chosen = lambda cfg: engines_beside(cfg).with_engines(cfg)
+    assert chosen(root()).models["rm"].engine == "embedded"
     with pytest.raises(ConfigError, match=r"start `vllm serve .*` yourself and give its address as models.rm.base_url"):
-        with_chosen_engines(root(engine="vllm"))
+        chosen(root(engine="vllm"))
 
 
 def test_texts_of_any_lengths_are_scored_in_one_pass():
