@@ -9,11 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 import pytest
-from processes.add_ons import needs
 import torch
 from aiohttp import ClientSession, web
-from stretto.launch.plan.beside import engines_beside
-from stretto.orchestrator.models import open_models
+from processes.add_ons import needs
 from tiny import build_policy
 
 from stretto.base.errors import ConfigError, EngineError
@@ -24,9 +22,11 @@ from stretto.config.sections.distill import FrozenModelPlace
 from stretto.config.sections.model import ScratchSection
 from stretto.envs.base import RunInfo, load_environment
 from stretto.envs.workers.pool import open_workers
+from stretto.launch.plan.beside import engines_beside
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.value_head import HEAD_NAME, SCORE_NAME, classification_config, load_value_model, with_value_head
+from stretto_frozen.clients import open_models
 from stretto_preference.scorer import ScoreServer, score_texts
 
 SCRATCH = ScratchSection(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
