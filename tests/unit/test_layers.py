@@ -633,6 +633,7 @@ def test_test_files_have_one_name_each():
     assert sorted(set(names)) == sorted(names)
 
 
+@cache
 def named_in(module: str) -> set[str] | None:
     """The names that a module of ours has at its head, and its parts; None if there is no such module."""
     path = SOURCE.parent / module.replace(".", "/")
@@ -653,11 +654,8 @@ def named_in(module: str) -> set[str] | None:
 
 def test_programs_beside_the_package_import_what_is_there() -> None:
     """No run of tests starts the benchmarks, so what they import must be found without one."""
-    files = [
-        file
-        for part in ("benchmarks", "scripts", "examples", "tests/gpu")
-        for file in (SOURCE.parents[1] / part).rglob("*.py")
-    ]
+    root, parts = SOURCE.parents[1], ("benchmarks", "scripts", "examples", "tests/gpu")
+    files = [file for part in parts for file in (root / part).rglob("*.py")]
     imports = [
         (file, node.lineno, node.module, alias.name)
         for file in files
@@ -666,7 +664,7 @@ def test_programs_beside_the_package_import_what_is_there() -> None:
         for alias in node.names
     ]
     missing = [
-        f"{file.relative_to(SOURCE.parents[1])}:{line}: {module} has no {name}"
+        f"{file.relative_to(root)}:{line}: {module} has no {name}"
         for file, line, module, name in imports
         if name not in (named_in(module or "") or ())
     ]
