@@ -96,7 +96,7 @@ class Popen(subprocess.Popen):
 def _is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second if it goes between opening and reading
         return True
 
 

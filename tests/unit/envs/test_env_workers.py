@@ -373,6 +373,27 @@ def test_places_whose_processes_never_become_ready_are_given_up(tmp_path, monkey
     assert "3 times in a row before it was ready" in failures([second])[1]
 
 
+def test_a_watch_that_breaks_ends_what_waits_for_its_workers(monkeypatch):
+    async def broken(worker):
+        await asyncio.sleep(0.2)
+        raise RuntimeError("no longer")
+
+    async def run() -> tuple[Group, Group]:
+        env = open_workers("worker_envs:Unruly", {"actions": {"0": "wait"}}, "test", num_workers=1)
+        try:
+            source, player = env.tasks("train"), player_of()
+            async with asyncio.timeout(30):
+                first = await player.play(env, Draw(0, source.task(0), 1, version=0))
+                return first, await player.play(env, Draw(1, source.task(1), 1, version=0))
+        finally:
+            await env.close()
+
+    monkeypatch.setattr(handle, "watch", broken)
+    for group in asyncio.run(run()):
+        [text] = failures([group]).values()
+        assert "its workers are watched no more, by a fault of stretto: RuntimeError('no longer')" in text
+
+
 def test_a_worker_gets_no_key_of_the_engines_and_no_secret_of_the_run(monkeypatch, started):
     names = ("VLLM_API_KEY", "TEACHER_API_KEY", SECRET_VAR)
     for name in (*names, "OPENAI_API_KEY"):

@@ -279,7 +279,19 @@ class Pool:
         if self._loop is None:
             self._loop = loop
             self._watching = [loop.create_task(self._keep(number)) for number in range(len(self._workers))]
+            for task in self._watching:
+                task.add_done_callback(self._end_calls_of_broken_watch)
         assert self._loop is loop, f"environment {self._opening.name} is used in two event loops"
+
+    def _end_calls_of_broken_watch(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for workers that are watched no more."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.error("the workers of %s are watched no more", self._opening.name, exc_info=error)
+        self._failure = f"{self._opening.name}: its workers are watched no more, by a fault of stretto: {error!r}"
+        for worker in filter(None, self._workers):
+            self._fail_calls(worker, None, self._failure)
+        self._has_changed.set()
 
     async def _keep(self, number: int) -> None:
         """Watch the worker of this number and replace it when it ends, until `close`."""
