@@ -62,7 +62,7 @@ def told(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
         ("families]\nmine=mine.again:FAMILY", RUN, "it is 'qwen3', which another family is"),
         ("families]\nmine=mine.alias:FAMILY", RUN, "it is 'qwen3', which another family is"),
         ("spellings]\nmine=mine.three:FAMILY", RUN, "it is 3, which is no Spelling of stretto"),
-        ("rules]\nmodel=mine.three", RUN, "it has no RULES, a table of rules by class of section"),
+        ("rules]\nModelSection=mine.three", RUN, "it has no RULES, a table of rules by class of section"),
         ("verbs]\nmine=mine.raising:run", ["mine"], "mine/raising.py:1: RuntimeError: boom"),
     ],
 )

@@ -20,6 +20,7 @@ MEASURED_IN = (
     "monitors/steps.py",
     "monitors/purse.py",
     "../stretto_service/tenants",
+    "../stretto_critic",
     "../stretto_frozen",
     "../stretto_curriculum",
     "../stretto_preference",
