@@ -26,7 +26,7 @@ def test_every_document_is_a_page_and_linked_source_too(site):
     assert {f"{Path(page).stem}.html" for page in PAGES if page.startswith("docs/")} <= names
     assert {"index.html", "CHANGELOG.html", "SECURITY.html", "benchmarks/index.html"} <= names
     assert {f"examples/{path.parent.name}/index.html" for path in ROOT.glob("examples/*/README.md")} <= names
-    assert "mixers/mla.py" in (site / "source/src/stretto_families/files.html").read_text()
+    assert "attend.py" in (site / "source/src/stretto/models/parts/files.html").read_text()
     source = (site / "source/src/stretto/trainer/rl.py.html").read_text()
     assert "def main(" in re.sub(r"<[^>]+>", "", source)
 
