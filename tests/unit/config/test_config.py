@@ -107,7 +107,6 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--no-orchestrator.filter-zero-advantages": ("orchestrator.filter_zero_advantages", False),
     "--no-inference": ("inference", None),
     "--no-ckpt": ("ckpt", None),
-    "--ckpt.interval 5": ("ckpt.interval", 5),
     "--resume": ("resume.step", None),
     "--resume.step 4": ("resume.step", 4),
     "--run.name None": ("run.name", None),
@@ -131,7 +130,6 @@ FLAGS: dict[str, tuple[str, Any]] = {
         "orchestrator.client.base_url",
         ["http://127.0.0.1:8000/v1"],
     ),
-    "--inference.gpu-memory-utilization 0.5": ("inference.gpu_memory_utilization", 0.5),
     "--output-dir outputs2": ("output_dir", Path("outputs2")),
     "--orchestrator.eval.interval 5": ("orchestrator.eval.interval", 5),
 }

@@ -19,10 +19,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         "[deployment]\nnum_infer_gpus = 1\nnum_train_gpus = 1\n",
         ["c.toml:1: orchestrator = []: a table is needed"],
     ),
-    "a loss that does not exist": (
-        '[trainer.loss]\ntype = "gpso"\n' + ENV,
-        ["c.toml:2: trainer.loss.type", '"gpso"', 'did you mean "gspo"?'],
-    ),
     "a loss where credit belongs": (
         '[orchestrator.algo]\ntype = "gspo"\n' + ENV,
         ["c.toml:2: orchestrator.algo.type", '"gspo" belongs to trainer.loss.type'],
@@ -46,10 +42,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     "images for a model of transformers": (
         '[model]\nimpl = "hf"\n[model.vlm]\n' + ENV,
         ["model.vlm", 'model.impl = "hf"'],
-    ),
-    "credit where a loss belongs": (
-        '[trainer.loss]\ntype = "rloo"\n' + ENV,
-        ["c.toml:2: trainer.loss.type", '"rloo" belongs to orchestrator.algo.type'],
     ),
     "a group of one in one environment": (
         ENV + "group_size = 1\n",
@@ -134,10 +126,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         '[orchestrator.algo]\ntype = "hierarchical_grpo"\nepisode_agents = ["solver/0"]\n' + ENV,
         ["orchestrator.algo.episode_agents", "one player", '"solver/0"', '"solver"'],
     ),
-    "a key of another loss": (
-        '[trainer.loss]\ntype = "ppo"\nkl_tau = 0.1\n' + ENV,
-        ["c.toml:3: trainer.loss.kl_tau: unknown key", '"ppo"'],
-    ),
     "a dual clip that would bound every token": (
         '[trainer.loss]\ntype = "ppo"\nclip_dual = 0.5\n' + ENV,
         ["c.toml:3: trainer.loss.clip_dual = 0.5", "1"],
@@ -205,11 +193,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         "[trainer.loss]\nadv_tau = 0.0\nkl_tau = 0.0\n" + ENV,
         ["trainer.loss.adv_tau", "leave no loss", "trainer.loss.kl_tau = 0"],
     ),
-    "unknown key in a section": (
-        "[orchestrator]\nbatchsize = 64\n" + ENV,
-        ["c.toml:2: orchestrator.batchsize", "unknown key", "`batch_size`"],
-    ),
-    "unknown key at the root": ("outputdir = 'x'\n" + ENV, ["c.toml:1: outputdir", "unknown key", "`output_dir`"]),
     "unknown key in a list of tables": (
         ENV + 'nam = "a"\n',
         ["c.toml:3: orchestrator.env.0.nam", "unknown key", "`name`"],
@@ -254,7 +237,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ENV + '[trainer.model]\nimpl = "costum"\n',
         ["c.toml:4: model.impl", '"costum"', 'did you mean "custom"?'],
     ),
-    "text for a number": ('max_steps = "many"\n' + ENV, ["c.toml:1: max_steps", '"many"', "valid integer"]),
     "fraction for a whole number": ("seq_len = 12.5\n" + ENV, ["c.toml:1: seq_len = 12.5", "valid integer"]),
     "true for a number": ("max_steps = true\n" + ENV, ["c.toml:1: max_steps = true", "integer > 0 or None is needed"]),
     "number for true": (
@@ -270,7 +252,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         "[orchestrator]\nclient = true\n" + ENV,
         ["c.toml:2: orchestrator.client", "table is needed", "[orchestrator.client]", "base_url"],
     ),
-    "value for a section": ('model = "Qwen/Qwen3-0.6B"\n' + ENV, ["c.toml:1: model", "table is needed", "[model]"]),
     "single table for a list": (
         '[orchestrator.env]\nid = "a"\n',
         ["c.toml:1: orchestrator.env", "list of tables", "[[orchestrator.env]]"],
@@ -280,7 +261,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["c.toml:1: orchestrator.env.0.id", "required and missing", "`id`"],
     ),
     "broken TOML": ("max_steps = 3\nseq_len = = 4\n", ["c.toml:2: not valid TOML: Invalid value"]),
-    "a key twice": ("max_steps = 3\nmax_steps = 4\n", ["c.toml:2", "defined above"]),
     "unknown flag": (
         ENV,
         ["--orchestrator.group-sizes 4", "unknown flag", "--orchestrator.group-size?"],
@@ -338,10 +318,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     "a group of one": (
         "[orchestrator]\ngroup_size = 1\n" + ENV,
         ["c.toml:2: orchestrator.group_size = 1", "every advantage", "use 2 or more"],
-    ),
-    "groups that do not fill a batch": (
-        "[orchestrator]\nbatch_size = 30\n" + ENV,
-        ["c.toml:2: orchestrator.batch_size = 30", "multiple of", "orchestrator.group_size = 8", "24 or 32"],
     ),
     "DeepEP in float32": (
         '[trainer.model]\nep_comm_backend = "deepep"\ndtype = "float32"\n' + ENV,
@@ -429,16 +405,6 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["--orchestrator.train.sampling.temperature 0: ", "temperature = 0 is greedy"],
         "--orchestrator.train.sampling.temperature 0",
     ),
-    "a name of TRL": (ENV, ["--learning_rate 1e-3", "unknown flag", "--trainer.optim.lr"], "--learning_rate 1e-3"),
-    "another name of TRL": (
-        ENV,
-        ["--num-generations 8", "unknown flag", "--orchestrator.group-size"],
-        "--num-generations 8",
-    ),
-    "a name of another framework in a file": (
-        "[trainer.optim]\nlearning_rate = 1e-3\n" + ENV,
-        ["c.toml:2: trainer.optim.learning_rate", "unknown key", "`lr`"],
-    ),
     "a key as verl writes it": (
         ENV,
         ["unexpected word", "--key", "--trainer.optim.lr"],
@@ -472,31 +438,10 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         'max_steps = 50\n[trainer.scheduler]\ntype = "cosine"\nmin_lr = 1e-3\n' + ENV,
         ["c.toml:4: trainer.scheduler.min_lr = 0.001", "above the peak", "trainer.optim.lr = 1e-06"],
     ),
-    "tensor parallelism in the embedded engine": (
-        f'[inference]\nengine = "embedded"\n[inference.parallel]\ntp = 2\n{ENV}',
-        ["c.toml:4, c.toml:2: inference.parallel.tp = 2", "does not support"],
-    ),
-    "an option that vLLM does not have": (
-        f"[inference.vllm_extra]\nmax_modle_len = 2\n{ENV}",
-        ["c.toml:2: inference.vllm_extra.max_modle_len: vLLM 0.32.0 has no option --max-modle-len; did you mean"],
-    ),
-    "a value for a switch of vLLM": (
-        f"[inference.vllm_extra]\nheadless = 3\n{ENV}",
-        ["c.toml:2: inference.vllm_extra.headless", "switch", "--headless"],
-    ),
-    "a choice that vLLM does not have": (
-        f'[inference.vllm_extra]\nall2all_backend = "deepep"\n{ENV}',
-        ["--all2all-backend takes one of", "not 'deepep'"],
-    ),
     "client and server ports": (
         '[orchestrator.client]\nbase_url = "http://localhost:8001/v1"\n' + ENV,
         ["c.toml:2, --inference.server.port 8002", "inference.server.port = 8002", "--no-inference"],
         "--inference.server.port 8002",
-    ),
-    "an address that is none": (
-        '[orchestrator.client]\nbase_url = "localhost:8000"\n' + ENV,
-        ["c.toml:2: orchestrator.client.base_url", '"localhost:8000"', "http://127.0.0.1:8000/v1"],
-        "--no-inference",
     ),
     "two listeners on a port": (
         "[inference.server]\nport = 5556\n" + ENV,

@@ -37,11 +37,8 @@ def own(more: str = "", base: str = "SingleTurnEnv") -> str:
 
 FILES = {
     "ok.toml": "max_steps = 4\n" + RUN,
-    "typo.toml": "max_steps = 4\n[orchestrator]\nbatch_sise = 32\n" + RUN,
-    "type.toml": 'max_steps = "forty"\n' + RUN,
     "broken.toml": "max_steps = 4\nrun.name = abc\n" + RUN,
     "null.toml": "max_steps = None\n" + RUN,
-    "true.toml": "clean = True\n" + RUN,
     "rows.jsonl": '{"prompt": "a", "label": "b"}\n',
     "text.jsonl": '{"text": "a"}\n',
     "rewards_m.py": "def trl(completions, **kwargs):\n    return [1.0]\n\ndef string(args, sample):\n    return 1.0\n",
@@ -57,7 +54,6 @@ FILES = {
     "yaml.toml": "max_steps = 4\nclean: true\n" + RUN,
     "comma.toml": "max_steps = 4,\n" + RUN,
     "quotes.toml": "[model]\nname = \u201cmodel\u201d\n" + RUN,
-    "open.toml": "max_steps = 4\n[model]\nname = 'model\n" + RUN,
     "windows.toml": '[model]\nname = "C:\\models"\n' + RUN,
     "slashes.toml": "max_steps = 4\n// clean = true\n" + RUN,
     "within.toml": "[rl]\nmax_steps = 4\n" + RUN,
@@ -85,12 +81,6 @@ OWN = ("rewards", "syntax", "envs", "score", "tools", "twice", "raises")
 OK = "rl @ ok.toml"
 # name: (command, where, what, what to do)
 MISTAKES: dict[str, tuple[str, str, str, str]] = {
-    "a flag with a typo": (
-        f"{OK} --orchestrator.group-sise 8",
-        "--orchestrator.group-sise 8",
-        "unknown flag",
-        "did you mean --orchestrator.group-size?",
-    ),
     "a section of another verb": (f"{OK} --data.type preference", "--data.type", "unknown flag", "it is one of `sft`"),
     "a list of GPUs": (f"{OK} --gpu-ids 1,2", "--gpu-ids 1,2", "unknown flag", "did you mean --trainer-gpu-ids?"),
     "TRL's colocate": (f"{OK} --vllm-mode colocate", "--vllm-mode", "unknown flag", "did you mean --colocate?"),
@@ -130,13 +120,8 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "{promt} is not replaced",
         "did you mean {prompt}?",
     ),
-    "a key with a typo": ("rl @ typo.toml", "typo.toml:3", "unknown key", "did you mean `batch_size`?"),
-    "a wrong type": ("rl @ type.toml", "type.toml:1", 'max_steps = "forty"', "must be a valid integer"),
-    "a file that is not there": ("rl @ tipe.toml", "tipe.toml", "no such file", "did you mean type.toml?"),
-    "the @ forgotten": ("rl ok.toml", "ok.toml", "unexpected word", "`@ ok.toml`"),
     "a text without quotes": ("rl @ broken.toml", "broken.toml:2", "`run.name = abc`", "a text has quotes"),
     "a null": ("rl @ null.toml", "null.toml:1", "TOML has no null", 'write max_steps = "None"'),
-    "Python's true": ("rl @ true.toml", "true.toml:1", "not valid TOML", "write clean = true"),
     "a comma too many in a flag": (
         'rl --orchestrator.env [{"id":"sort-letters"},]',
         "--orchestrator.env",
@@ -222,30 +207,6 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "no environment",
         "did you mean 'sort-letters'?",
     ),
-    "no room for a prompt": (
-        f"{OK} --seq-len 8 --orchestrator.train.sampling.max-completion-tokens 9",
-        "--seq-len 8",
-        "max_completion_tokens = 9",
-        "lower it or raise seq_len",
-    ),
-    "a group of one": (
-        f"{OK} --orchestrator.group-size 1",
-        "--orchestrator.group-size 1",
-        "every advantage would be zero",
-        "use 2 or more",
-    ),
-    "a batch that groups do not divide": (
-        f"{OK} --orchestrator.batch-size 100",
-        "--orchestrator.batch-size 100",
-        "multiple of orchestrator.group_size = 8",
-        "use 96 or 104",
-    ),
-    "temperature 0": (
-        f"{OK} --orchestrator.train.sampling.temperature 0",
-        "--orchestrator.train.sampling.temperature 0",
-        "rollouts of a group would be equal",
-        "",
-    ),
     "names of TRL": (
         f"{OK} --learning_rate 1e-5 --num_generations 8 --use_peft",
         "--learning_rate 1e-5",
@@ -253,12 +214,6 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "did you mean --trainer.optim.lr?",
     ),
     "a name of nobody": (f"{OK} --wobble 3", "--wobble 3", "unknown flag", "`--help WORD` searches"),
-    "a key as verl writes it": (
-        f"{OK} actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.rollout.n=4",
-        "unexpected word",
-        "did you mean --orchestrator.group-size 4?",
-    ),
     "a data file of TRL": (
         f"{OK} --dataset_name rows.jsonl",
         "--dataset_name rows.jsonl",
@@ -277,18 +232,6 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "unexpected word",
         "did you mean --deployment.num-train-gpus 2?",
     ),
-    "an algorithm as a loss": (
-        f"{OK} --trainer.loss.type grpo",
-        "--trainer.loss.type grpo",
-        'trainer.loss.type = "grpo"',
-        '"grpo" belongs to orchestrator.algo.type',
-    ),
-    "an algorithm with a typo": (
-        f"{OK} --orchestrator.algo.type grop",
-        "--orchestrator.algo.type grop",
-        'orchestrator.algo.type = "grop"',
-        'did you mean "grpo"?',
-    ),
     "a rate that is far too high": (
         f"{OK} --trainer.optim.lr 1.0",
         "--trainer.optim.lr 1.0",
@@ -306,12 +249,6 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "text.jsonl:1",
         "`messages`, or `prompt` and `completion`",
         "named by data.input_key",
-    ),
-    "an end that never comes": (
-        "sft --data.name rows.jsonl --model.scratch",
-        "max_steps",
-        "the run would never end",
-        "give max_steps or max_epochs",
     ),
     "a flag with one dash": (f"{OK} -max-steps 10", "-max-steps 10", "unexpected word", "did you mean --max-steps 10?"),
     "a dash of a text processor": (
@@ -341,7 +278,6 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
     "a line of YAML": ("rl @ yaml.toml", "yaml.toml:2", "not valid TOML", "write clean = true"),
     "a comma at the end of a line": ("rl @ comma.toml", "comma.toml:1", "not valid TOML", "remove the comma"),
     "quotes of a text processor": ("rl @ quotes.toml", "quotes.toml:2", "not valid TOML", "not the straight ones"),
-    "a quote that is not closed": ("rl @ open.toml", "open.toml:3", "a quote is not closed", "`name = 'model`"),
     "a path of Windows": ("rl @ windows.toml", "windows.toml:2", "a backslash", "single quotes"),
     "a comment of C": ("rl @ slashes.toml", "slashes.toml:2", "not valid TOML", "a comment begins with #"),
     "keys in a table of the verb": ("rl @ within.toml", "within.toml:1", "rl: unknown key", "remove [rl]"),
