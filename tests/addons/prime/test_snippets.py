@@ -61,28 +61,18 @@ INFERENCE = {
     ),
 }
 REFUSED = {
-    "an adapter beside a tower that is trained": (
-        f"{VLM}freeze_vision_encoder = false\n{LORA}",
-        "model.vlm.freeze_vision_encoder = false with model.lora",
-    ),
+    "an adapter beside a tower that is trained": (f"{VLM}freeze_vision_encoder = false\n{LORA}",
+        "model.vlm.freeze_vision_encoder = false with model.lora"),
     "several runs on one trainer": ("[trainer]\nmax_concurrent_runs = 2\n", "and see `stretto serve`"),
-    "disk alone": (
-        f'[inference.kv_cache_offload]\ntype = "native"\n{DISK}',
-        "give [inference.kv_cache_offload.cpu] num_bytes",
-    ),
-    "replay from a cache in memory": (
-        f"[trainer]\nenable_router_replay = true\n{MEMORY}",
-        "a cache that comes back from memory or disk comes without its experts",
-    ),
-    "a server without a server": (
-        "[inference.vllm_extra]\nheadless = true\n",
-        "a process without a server, which `inference` starts on an engine's further nodes",
-    ),
-    "balanced experts of one device": (
-        "[inference]\nenable_eplb = true\n",
-        "set inference.enable_expert_parallel = true",
-    ),
-}
+    "disk alone": (f'[inference.kv_cache_offload]\ntype = "native"\n{DISK}',
+        "give [inference.kv_cache_offload.cpu] num_bytes"),
+    "replay from a cache in memory": (f"[trainer]\nenable_router_replay = true\n{MEMORY}",
+        "a cache that comes back from memory or disk comes without its experts"),
+    "a server without a server": ("[inference.vllm_extra]\nheadless = true\n",
+        "a process without a server, which `inference` starts on an engine's further nodes"),
+    "balanced experts of one device": ("[inference]\nenable_eplb = true\n",
+        "set inference.enable_expert_parallel = true"),
+}  # fmt: skip
 THREE = "--trainer @ train.toml --orchestrator @ orch.toml --inference @ infer.toml"
 WIDE = (
     "inference --data-parallel-size 4 --tensor-parallel-size 4 --data-parallel-size-local 2 "
