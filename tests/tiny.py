@@ -7,11 +7,12 @@ import torch
 from msgspec.structs import replace
 
 from stretto.base.paths import RunDir
-from stretto.config.sections.model import ModelSection, ScratchSection
+from stretto.config.sections.model import LoRASection, ModelSection, ScratchSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models.config import parse_config
 from stretto.models.decoder import Decoder
 from stretto.models.hub import build_model, random_model
+from stretto.models.lora import attach_adapters
 from stretto.models.parts.initial import initialise
 from stretto.records.alternatives import Alternatives
 from stretto.records.sample import MicroBatch
@@ -36,6 +37,17 @@ def build_policy(seed: int = 0, hf=None, **shape) -> Decoder:
                 parameter.mul_(5)
             else:
                 parameter.add_(torch.linspace(-0.2, 0.2, len(parameter)))
+    return policy
+
+
+def randomly_adapted(policy, lora: LoRASection, seed: int, scale: float):
+    """The policy with an adapter beside it that changes what it computes."""
+    attach_adapters(policy, lora)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, scale, generator=generator)
     return policy
 
 
@@ -114,6 +126,23 @@ def pack(docs: list[dict[str, np.ndarray]], *, padding: int = 0, envs: list[str]
         envs=tuple(envs or ["env"] * len(docs)),
         **{name: np.concatenate(parts) for name, parts in streams.items()},
     )
+
+
+def scored(seed: int = 0, **shape) -> list[dict[str, np.ndarray]]:
+    """Documents whose tokens all have the score of their document, as the orchestrator sends them."""
+    docs = documents(seed, **shape)
+    for doc in docs:
+        doc["advantages"][:] = doc["loss_mask"] * doc["advantages"].sum()
+    return docs
+
+
+def interrupted(doc: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same document with the text of a tool between sampled tokens."""
+    sampled = np.flatnonzero(doc["loss_mask"])
+    if len(sampled) > 2:
+        for name in ("loss_mask", "advantages", "logprobs"):
+            doc[name][sampled[1]] = 0
+    return doc
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:

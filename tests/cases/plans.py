@@ -1,4 +1,4 @@
-"""The smallest config of a run that can be planned, and how tests of plans load it."""
+"""The smallest config of a run that can be planned, and how tests of plans load it; plans of engines alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 from stretto.base import ports
 from stretto.config.load import load
 from stretto.config.root import RLConfig
+from stretto.config.sections.inference import InferenceSection
+from stretto.launch.plan.engines import EnginesPlan, plan_engines
 
 TOML = """
 max_steps = 30
@@ -44,3 +46,21 @@ def config_builder(folder: Path) -> Callable[..., RLConfig]:
     (folder / "rl.toml").write_text(TOML)
     at = ["@", str(folder / "rl.toml"), "--output-dir", str(folder / "out")]
     return lambda *words: load(RLConfig, [*at, *words])
+
+
+def planned_engines(data: dict, hosts: list[str], **kwargs) -> EnginesPlan:
+    section = InferenceSection.model_validate({"model": "PrimeIntellect/INTELLECT-3", **data})
+    return plan_engines(section, hosts, **kwargs)
+
+
+def summary(plan: EnginesPlan) -> list[tuple]:
+    """Name, node, port, tp, dp, GPUs of every engine's process."""
+    return [
+        (e.name, e.node, e.section.server.port, e.section.parallel.tp, e.section.parallel.dp, e.num_gpus)
+        for e in plan.engines
+    ]
+
+
+def words_of_router(plan: EnginesPlan) -> str:
+    [router] = plan.routers
+    return " ".join(router.argv[2:])

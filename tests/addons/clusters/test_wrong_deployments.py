@@ -55,7 +55,6 @@ CONFIGS = {
     "weights at loopback": (
         "nodes", '[weight_broadcast]\ntype = "collective"\nhost = "::1"\n', "", 'weight_broadcast.host = "::1" with',
     ),
-    "shared memory over nodes": ("nodes", "", "--weight-broadcast.type shm", "shared memory ... one machine"),
     "ranks that do not divide": (
         "nodes", "", "--orchestrator.num-train-workers 5 --orchestrator.batch-size 40",
         "num_train_workers = 5 ... deployment.num_train_nodes = 2",
@@ -64,9 +63,6 @@ CONFIGS = {
     "nodes of inference that do not agree": (
         "nodes", "", "--deployment.num-infer-nodes 5 --inference.deployment.type single_node",
         "num_infer_nodes = 5 ... inference.deployment takes 1",
-    ),
-    "more GPUs than a node has": (
-        "nodes", "", "--inference.parallel.tp 16", "tp 16 = 16 GPUs ... deployment.gpus_per_node = 8",
     ),
     "a node is lost at once": ("nodes", "", "--deployment.lost-after-s 1", "deployment.lost_after_s = 1"),
     # -- Slurm --

@@ -1,8 +1,8 @@
-"""Critics and scored samples."""
+"""Critics."""
 
 from __future__ import annotations
 
-from tiny import build_policy, documents
+from tiny import build_policy
 
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import AdamWOptim, CriticSection
@@ -10,14 +10,6 @@ from stretto.models.value_head import with_value_head
 from stretto_critic.critic import Critic
 
 MODEL = ModelSection(dtype="float32", optimization_dtype="float32")
-
-
-def scored():
-    """Documents whose tokens all have the score of their document, as the orchestrator sends them."""
-    docs = documents()
-    for doc in docs:
-        doc["advantages"][:] = doc["loss_mask"] * doc["advantages"].sum()
-    return docs
 
 
 def build_critic(section: CriticSection | None = None, *, lr: float = 1e-2, seed: int = 3) -> Critic:

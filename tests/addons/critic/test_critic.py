@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from critic_cases import build_critic, scored
+from critic_cases import build_critic
 from msgspec.structs import replace
-from tiny import VOCAB, branches, build_learner, build_policy, documents, pack, save_checkpoint
+from tiny import VOCAB, branches, build_learner, build_policy, documents, interrupted, pack, save_checkpoint, scored
 from transformers import AutoModelForSequenceClassification
 
 from stretto.base.errors import ConfigError, DataError
@@ -26,15 +26,6 @@ from stretto_critic.critic import Critic, load_critic, value_loss
 
 MODEL = ModelSection(dtype="float32", optimization_dtype="float32")
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-
-
-def interrupted(doc):
-    """The same document with the text of a tool between sampled tokens."""
-    sampled = np.flatnonzero(doc["loss_mask"])
-    if len(sampled) > 2:
-        for name in ("loss_mask", "advantages", "logprobs"):
-            doc[name][sampled[1]] = 0
-    return doc
 
 
 def ppo(learner, **changes):

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from critic_cases import build_critic, scored
+from critic_cases import build_critic
 from ports import free_port
 from processes.add_ons import needs
-from tiny import build_learner, pack
+from tiny import build_learner, pack, scored
 
 from stretto.base.errors import ENDED_FIRST, ConfigError, DataError, EngineError
 from stretto.base.paths import RunDir

@@ -11,11 +11,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import AgingTrainer, CharRenderer, FakeEngine, parrot
 from orchestrator_runs import config, run_once, train
-from processes.add_ons import needs
 
-from stretto.base.errors import ConfigError
-from stretto.config.load import load
-from stretto.config.root import RLConfig
 from stretto.config.sections.orchestrator import SteeringSection
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
@@ -359,24 +355,3 @@ def test_the_level_stays_within_its_bound_and_the_interval_within_what_the_level
             chosen.costs.pause.append(rng.random())
             metrics = {"ess/tokens": rng.uniform(0.3, 1.0), "off_policy/mean": rng.uniform(0, 8)}
             chosen.add_step(step, now, 100.0, metrics, took * rng.random())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--weight_broadcast.interval", "2", "--orchestrator.steering.max_update_interval", "1"],
-            "is below .*interval",
-        ),
-        (["--orchestrator.steering.max_update_interval", "9"], r"needs orchestrator.steering.max_level = 9 or more"),
-        pytest.param(
-            ["--orchestrator.steering.max_update_interval", "2", "--service", "http://127.0.0.1:1"],
-            r"max_update_interval = 2 with \[service\]: the service samples with every version",
-            marks=needs("service"),
-        ),
-    ],
-)
-def test_what_it_cannot_do_is_refused(words, message):
-    given = ["--orchestrator.env", '[{"id": "sort-letters"}]', "--orchestrator.steering", "{}"]
-    with pytest.raises(ConfigError, match=message):
-        load(RLConfig, [*given, *words])

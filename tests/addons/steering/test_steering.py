@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 from fakes import AgingTrainer, FakeEngine, parrot
 from orchestrator_runs import config, train
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
@@ -252,6 +253,16 @@ def test_the_ladder_has_both_bounds():
         (["--orchestrator.max_async_level", "0"], r"max_async_level = 0 is synchronous, and .*starts there"),
         (["--orchestrator.oversampling_factor", "2"], r"fixes the rollouts in flight that steering sets"),
         (["--colocate", "{}"], r"orchestrator.steering does nothing with colocate, whose steps are synchronous"),
+        (
+            ["--weight_broadcast.interval", "2", "--orchestrator.steering.max_update_interval", "1"],
+            "is below .*interval",
+        ),
+        (["--orchestrator.steering.max_update_interval", "9"], r"needs orchestrator.steering.max_level = 9 or more"),
+        pytest.param(
+            ["--orchestrator.steering.max_update_interval", "2", "--service", "http://127.0.0.1:1"],
+            r"max_update_interval = 2 with \[service\]: the service samples with every version",
+            marks=needs("service"),
+        ),
     ],
 )
 def test_what_steering_cannot_do_is_refused(words, message):

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tiny import randomly_adapted
 
 from stretto.config.sections.model import LoRASection, ScratchSection
 from stretto.models.hub import export_tensors, random_model, save_hf
-from stretto.models.lora import Adapter, attach_adapters
+from stretto.models.lora import Adapter
 from stretto_broadcast import host_copy
 from stretto_vllm import base
 from stretto_vllm.base import BaseWeights
@@ -39,14 +40,7 @@ def memory(tmp_path):
 
 
 def adapted(seed: int, *targets: str):
-    model = build()
-    attach_adapters(model, LoRASection(rank=2, alpha=4.0, target_modules=targets))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0, 0.2, generator=generator)
-    return model
+    return randomly_adapted(build(), LoRASection(rank=2, alpha=4.0, target_modules=targets), seed, 0.2)
 
 
 def merge(weights: BaseWeights, model) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes.add_ons import needs
+from tiny import randomly_adapted
 
 from stretto.base.errors import ConfigError
 from stretto.config.root import InferenceConfig
@@ -16,7 +17,7 @@ from stretto.config.sections.inference import SERVED_LORA_TARGETS, InferenceSect
 from stretto.config.sections.model import LoRASection, ScratchSection
 from stretto.data.model_file import ModelFile
 from stretto.models.hub import random_model
-from stretto.models.lora import Adapter, attach_adapters, save_adapter
+from stretto.models.lora import Adapter, save_adapter
 from stretto_vllm.base import names_in_files
 from stretto_vllm.command import COMPUTES_POLICY, PATCHES_VAR, build_command
 from stretto_vllm.patches.adapters import _without_layers
@@ -179,12 +180,7 @@ def test_stacked_experts_of_an_adapter_are_what_vllm_splits_them_into(tmp_path, 
 
     lora = LoRASection(rank=4, alpha=12.0)
     model = random_model(ScratchSection(family=family, tie_word_embeddings=False), 64, eos_token_id=2)
-    attach_adapters(model, lora)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_(0, 0.2, generator=generator)
-    adapter = Adapter.of(model)
+    adapter = Adapter.of(randomly_adapted(model, lora, 0, 0.2))
     save_adapter(adapter, tmp_path, lora)
     layers = {*SERVED_LORA_TARGETS, "experts"}
     helper = PEFTHelper.from_local_dir(str(tmp_path), None)

@@ -107,7 +107,6 @@ FLAGS: dict[str, tuple[str, Any]] = {
     "--no-orchestrator.filter-zero-advantages": ("orchestrator.filter_zero_advantages", False),
     "--no-inference": ("inference", None),
     "--no-ckpt": ("ckpt", None),
-    "--ckpt.interval 5": ("ckpt.interval", 5),
     "--resume": ("resume.step", None),
     "--resume.step 4": ("resume.step", 4),
     "--run.name None": ("run.name", None),
@@ -131,7 +130,6 @@ FLAGS: dict[str, tuple[str, Any]] = {
         "orchestrator.client.base_url",
         ["http://127.0.0.1:8000/v1"],
     ),
-    "--inference.gpu-memory-utilization 0.5": ("inference.gpu_memory_utilization", 0.5),
     "--output-dir outputs2": ("output_dir", Path("outputs2")),
     "--orchestrator.eval.interval 5": ("orchestrator.eval.interval", 5),
 }
@@ -206,36 +204,6 @@ def test_an_alias_in_one_file_is_overridden_by_its_key_in_a_later_one(tmp_path: 
     first = "[orchestrator]\nrollouts_per_example = 4\n" + ENV
     assert rl(tmp_path, first, "[orchestrator]\ngroup_size = 16\n").orchestrator.group_size == 16
     assert rl(tmp_path, first, flags="--orchestrator.group-size 2").orchestrator.group_size == 2
-
-
-SPEC_COMMANDS = (
-    "rl --trainer @ train.toml --orchestrator @ orch.toml --inference @ infer.toml --trainer-gpu-ids 0 "
-    "--inference-gpu-ids 0 --inference.gpu-memory-utilization 0.5",
-    "rl --trainer @ train.toml --orchestrator @ orch.toml --inference @ infer.toml "
-    "--inference-gpu-ids 2 --trainer-gpu-ids 3 --inference.server.port 8001 "
-    "--orchestrator.client.base-url http://localhost:8001/v1 "
-    "--output-dir outputs2",
-    "inference @ infer.toml --gpu-memory-utilization 0.5",
-    "inference @ infer.toml --api-key K --host 0.0.0.0 --port 8001 --tensor-parallel-size 1",
-    "orchestrator @ orch.toml --client.base-url http://10.0.0.1:8000/v1 --output-dir out "
-    "--client.api-key-var INFERENCE_SERVER_API_KEY --weight-broadcast.type filesystem",
-    'orchestrator @ orch.toml --client.base-url ["http://my-exp:8000/v1"] --weight-broadcast.type=filesystem',
-    "trainer @ train.toml --output-dir /data/outputs",
-)
-
-
-@pytest.mark.parametrize("command", SPEC_COMMANDS)
-@needs("prime")
-def test_commands_of_other_frameworks_documents_load(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "train.toml").write_text('max_steps = 20\n[model]\nname = "m"\n[optim]\nlr = 3e-6\n')
-    orch = 'max_steps = 20\nseq_len = 2048\nbatch_size = 128\nrollouts_per_example = 16\n[model]\nname = "m"\n'
-    (tmp_path / "orch.toml").write_text(orch + '[sampling]\nmax_tokens = 128\n[[env]]\nid = "reverse-text"\n')
-    (tmp_path / "infer.toml").write_text('[model]\nname = "m"\n')
-    monkeypatch.chdir(tmp_path)
-    verb, *words = command.split()
-    assert load(ROOTS[verb], words).run_name
 
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").rglob("*.toml"))
@@ -412,6 +380,7 @@ def test_a_run_is_named_after_what_is_trained() -> None:
     env = {"env": [{"id": "sort-letters"}, {"id": "reverse-text", "name": "rev"}]}
     cfg = RLConfig.model_validate({"orchestrator": env, "model": {"name": "outputs/warm/weights/latest"}})
     assert cfg.run_path == Path("outputs/sort-letters+rev-warm")
+    assert load(InferenceConfig, ["--model", "Qwen/Qwen3-0.6B"]).run_name == "rl-Qwen3-0.6B"
     names = {"Qwen/Qwen3-0.6B": "Qwen3-0.6B", "a/b/weights/step_40/": "b", "./m": "m", "latest": "latest", "~/x": "x"}
     assert {name: short_name(name) for name in names} == names
 

@@ -229,63 +229,35 @@ def test_tools_of_a_record_reach_the_template(tmp_path, monkeypatch):
 WRONG_RECORDS = {
     "no prompt": ({"question": "a", "label": "b"}, {}, ":1: no 'prompt' (input_key); the record has label, question"),
     "no label": ({"prompt": "a"}, {}, ":1: no 'label' (label_key); reward = \"exact\" compares"),
-    "a label below a key": (
-        {"prompt": "a", "reward_model": {"ground_truth": "b"}},
+    "a label below a key": ({"prompt": "a", "reward_model": {"ground_truth": "b"}},
         {"label_key": "reward_model.ground_truth"},
-        "not named by dots; give a function as `convert` that takes out 'ground_truth'",
-    ),
+        "not named by dots; give a function as `convert` that takes out 'ground_truth'"),
     "metadata": ({"prompt": "a", "label": "b", "metadata": [1]}, {}, ":1: 'metadata' must be an object, got list"),
     "tools": ({"prompt": "a", "label": "b", "tools": {"a": 1}}, {}, ":1: 'tools' must be a list of tools, got dict"),
-    "a number that JSON has not": (
-        {"prompt": "a", "label": "b", "metadata": {"n": float("nan")}},
-        {},
-        r":1: metadata['n'] is nan, which JSON cannot hold",
-    ),
+    "a number that JSON has not": ({"prompt": "a", "label": "b", "metadata": {"n": float("nan")}},
+        {}, r":1: metadata['n'] is nan, which JSON cannot hold"),
     "tools that are no JSON": ({"prompt": "a", "label": "b", "tools": "{"}, {}, ":1: tools: not JSON"),
-    "messages without a template": (
-        {"prompt": [{"role": "user", "content": "a"}], "label": "b"},
-        {"apply_chat_template": False},
-        ":1: with apply_chat_template = false 'prompt' must be text, got list",
-    ),
+    "messages without a template": ({"prompt": [{"role": "user", "content": "a"}], "label": "b"},
+        {"apply_chat_template": False}, ":1: with apply_chat_template = false 'prompt' must be text, got list"),
     "a message without a role": ({"prompt": [{"content": "a"}], "label": "b"}, {}, ":1: prompt[0] has no role"),
-    "a message that is text": (
-        {"prompt": ["a"], "label": "b"},
-        {},
-        ":1: prompt[0] must be an object with role and content, got 'a'",
-    ),
-    "a role that nobody has": (
-        {"prompt": [{"role": "bot", "content": "a"}], "label": "b"},
-        {},
-        ":1: prompt[0].role must be one of system, user, assistant, tool, got 'bot'",
-    ),
-    "a message without content": (
-        {"prompt": [{"role": "user"}], "label": "b"},
-        {},
-        ":1: prompt[0].content must be text, got None",
-    ),
-    "content that is a number": (
-        {"prompt": [{"role": "user", "content": 5}], "label": "b"},
-        {},
-        ":1: prompt[0].content must be text, got 5",
-    ),
+    "a message that is text": ({"prompt": ["a"], "label": "b"},
+        {}, ":1: prompt[0] must be an object with role and content, got 'a'"),
+    "a role that nobody has": ({"prompt": [{"role": "bot", "content": "a"}], "label": "b"},
+        {}, ":1: prompt[0].role must be one of system, user, assistant, tool, got 'bot'"),
+    "a message without content": ({"prompt": [{"role": "user"}], "label": "b"},
+        {}, ":1: prompt[0].content must be text, got None"),
+    "content that is a number": ({"prompt": [{"role": "user", "content": 5}], "label": "b"},
+        {}, ":1: prompt[0].content must be text, got 5"),
     "a reply as the last message": (
         {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "label": "b"},
-        {},
-        ":1: prompt[1] is an assistant message; a prompt ends where the policy replies",
-    ),
-    "a tool that is a number": (
-        {"prompt": "a", "label": "b", "tools": [1]},
-        {},
-        ":1: tools[0] must be an object that describes a tool, got 1",
-    ),
-    "a label that is no number": (
-        {"prompt": "a", "label": float("nan")},
-        {},
-        ":1: 'label' must be text or a number, got nan; reward = \"exact\" compares",
-    ),
+        {}, ":1: prompt[1] is an assistant message; a prompt ends where the policy replies"),
+    "a tool that is a number": ({"prompt": "a", "label": "b", "tools": [1]},
+        {}, ":1: tools[0] must be an object that describes a tool, got 1"),
+    "a label that is no number": ({"prompt": "a", "label": float("nan")},
+        {}, ":1: 'label' must be text or a number, got nan; reward = \"exact\" compares"),
     "a label that is a list": ({"prompt": "a", "label": ["b"]}, {}, ":1: 'label' must be text or a number, got ['b']"),
     "an empty prompt": ({"prompt": "", "label": "b"}, {}, ":1: 'prompt' must be text or a list of messages"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", WRONG_RECORDS)

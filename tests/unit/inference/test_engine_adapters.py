@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from engine_runs import ask, audit, build_core, build_model, run, submit
+from tiny import randomly_adapted
 
 from stretto.base.errors import DataError
 from stretto.config.sections.model import LoRASection
 from stretto.inference.embedded.engine import Engine, running
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
-from stretto.models.lora import Adapter, attach_adapters, save_adapter
+from stretto.models.lora import Adapter, save_adapter
 from stretto.records.weight_manifest import AdapterInfo, WeightGroup
 from stretto.transports.engine.api import Refusal
 from stretto.transports.weights.filesystem import FilesystemPublisher
@@ -30,14 +31,7 @@ PROMPT = np.arange(3, 24, dtype=np.int32)
 
 def adapted(seed: int, rank: int = 4, **shape):
     """The base model with a random adapter beside it."""
-    model = build_model(**shape)
-    attach_adapters(model, LoRASection(rank=rank, alpha=2.0 * rank))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0, 0.15, generator=generator)
-    return model
+    return randomly_adapted(build_model(**shape), LoRASection(rank=rank, alpha=2.0 * rank), seed, 0.15)
 
 
 def adapter(seed: int, **settings) -> Adapter:

@@ -78,16 +78,11 @@ def with_padded_rows(tensors: Tensors) -> Tensors:
 
 
 FAULTS = {
-    "wrapped": (
-        lambda tensors: {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()},
-        {},
-        "'_orig_mod.' in their names .* torch.compile wraps; .* removed from every name",
-    ),
+    "wrapped": (lambda tensors: {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()},
+        {}, "'_orig_mod.' in their names .* torch.compile wraps; .* removed from every name"),
     "a wrapped block": (
         lambda tensors: {name.replace("layers.1.", "layers.1._orig_mod."): tensor for name, tensor in tensors.items()},
-        {},
-        "have '_orig_mod.' in their names",
-    ),
+        {}, "have '_orig_mod.' in their names"),
     "rows": (dict, {"vocab_size": 100}, "its embedding has 112 rows, and .* vocab_size = 100; set .* = 112"),
     "another family": (dict, {"model_type": "qwen2"}, "not part of a qwen2 .* two models; copy both"),
     "missing": (without_mlp, {}, "3 of the 24 tensors .* are missing .* files are incomplete"),
@@ -95,12 +90,9 @@ FAULTS = {
     "another head": (double_head, {}, "lm_head.weight that differs .* tie_word_embeddings = false"),
     "awq": (dict, {"quantization_config": {"quant_method": "awq"}}, "awq, and quantized .* in bfloat16 here$"),
     "bitsandbytes": (dict, {"quantization_config": {"load_in_4bit": True}}, "bitsandbytes, and quantized"),
-    "gptq": (
-        lambda tensors: {name.replace("proj.weight", "proj.qweight"): t for name, t in tensors.items()},
-        {},
-        "qweight' is quantized, and quantized weights cannot be trained",
-    ),
-}
+    "gptq": (lambda tensors: {name.replace("proj.weight", "proj.qweight"): t for name, t in tensors.items()},
+        {}, "qweight' is quantized, and quantized weights cannot be trained"),
+}  # fmt: skip
 
 
 @pytest.mark.heavy

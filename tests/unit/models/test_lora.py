@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tiny import build_policy, documents, pack
+from tiny import build_policy, documents, pack, randomly_adapted
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.config.sections.model import LoRASection, ModelSection
@@ -45,13 +45,7 @@ def trained(policy, lora=LORA, steps=3, **model) -> Learner:
 
 
 def with_random_adapter(policy, lora=LORA, seed=3):
-    attach_adapters(policy, lora)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0, 0.1, generator=generator)
-    return policy
+    return randomly_adapted(policy, lora, seed, 0.1)
 
 
 def logits(policy, length=20) -> torch.Tensor:

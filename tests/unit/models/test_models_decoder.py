@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import families
 from tiny import VOCAB, build_policy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -19,16 +20,7 @@ from stretto.models.parts.rope import Angles, rotate
 CPU = torch.device("cpu")
 BOUNDS = (0, 5, 10, 47, 56)
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-}
+SHAPE = families.SHAPE | {"head_dim": 16, "max_position_embeddings": 128}
 
 
 def build_pair(seed=0, **settings) -> tuple[Qwen3ForCausalLM, Decoder]:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from cases.families import SHAPE
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -21,20 +22,10 @@ from stretto.trainer.learner import load_policy
 
 VOCAB = 64
 BOUNDS = (0, 5, 10, 21, 28)
-BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
+BASE = SHAPE | {
+    "vocab_size": VOCAB, "num_hidden_layers": 2, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 0,
     "eos_token_id": 1,
-}
+}  # fmt: skip
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES = {
     "qwen3": {},
@@ -42,25 +33,14 @@ FAMILIES = {
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
     "laguna": MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     "glm4_moe": MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1},
-    "glm_moe_dsa": MOE
-    | {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "num_key_value_heads": 4,
-        "index_topk": 64,
-        "index_head_dim": 8,
-        "index_n_heads": 2,
+    "glm_moe_dsa": MOE | {
+        "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16,
+        "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+        "index_topk": 64, "index_head_dim": 8, "index_n_heads": 2,
     },
     "llama": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
-}
+}  # fmt: skip
 FAMILIES = {name: keys for name, keys in FAMILIES.items() if name in OURS}
 """Those that are here: some are an add-on's."""
 

@@ -1,10 +1,10 @@
-"""Batches for tests of learners: streams of weights, mixtures of experts, scored samples."""
+"""Batches for tests of learners: streams of weights, mixtures of experts."""
 
 from __future__ import annotations
 
 import numpy as np
 from engine_runs import ask, build_core, run
-from tiny import build_policy, documents
+from tiny import build_policy
 
 from stretto.orchestrator.batch import samples_of, to_micro_batch
 from stretto.orchestrator.rollout.branch import OpenBranch
@@ -31,11 +31,3 @@ def sampled(engine_policy, num: int = 6, **settings):
         )  # fmt: skip
         samples += samples_of(rollout, 1.0 if member % 2 else -1.0)
     return to_micro_batch(samples)
-
-
-def scored(seed=0, **shape):
-    """Documents whose tokens all have the score of their document, as the orchestrator sends them."""
-    docs = documents(seed, **shape)
-    for doc in docs:
-        doc["advantages"][:] = doc["loss_mask"] * doc["advantages"].sum()
-    return docs

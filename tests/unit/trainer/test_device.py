@@ -14,9 +14,9 @@ import torch
 from cases.vision import build_vision_policy, image_batches
 from device import DeviceTensor, pretended
 from engine_runs import VOCAB, ask, build_core, build_model, run
-from learner_cases import build_moe, sampled, scored
+from learner_cases import build_moe, sampled
 from processes.add_ons import needs
-from tiny import build_policy, documents, pack, save_checkpoint, with_streams
+from tiny import build_policy, documents, pack, save_checkpoint, scored, with_streams
 
 from stretto.base.errors import EngineError
 from stretto.base.paths import RunDir

@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from learner_cases import scored
-from tiny import build_learner, build_policy, documents, pack
+from tiny import build_learner, build_policy, documents, interrupted, pack, scored
 
 from stretto.algorithms.advantages import gae, token_rewards
 from stretto.config.sections.algorithm import (
@@ -25,15 +24,6 @@ from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.updates import Updates, _tree_of, estimate_advantages, split_samples
 
 ALONE = Mesh.single_rank(torch.device("cpu")).reduce
-
-
-def interrupted(doc):
-    """The same document with the text of a tool between sampled tokens."""
-    sampled = np.flatnonzero(doc["loss_mask"])
-    if len(sampled) > 2:
-        for name in ("loss_mask", "advantages", "logprobs"):
-            doc[name][sampled[1]] = 0
-    return doc
 
 
 # -- estimates --

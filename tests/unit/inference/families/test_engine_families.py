@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from engine_runs import RECURRENT, ask, bits, build_core, build_varied, packed_logprobs, prompt, run
+from tiny import randomly_adapted
 
 from stretto.config.sections.model import LoRASection
 from stretto.families.table import FAMILIES, VISION_FAMILIES
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
 from stretto.models.lm_head import head_logits
-from stretto.models.lora import Adapter, attach_adapters
+from stretto.models.lora import Adapter
 from stretto.models.moe import Routing
 
 RNG = np.random.default_rng(0)
@@ -78,13 +79,7 @@ def test_a_prefix_found_in_the_cache_changes_no_bit(family):
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", NEW)
 def test_an_adapter_on_all_layers_and_experts_is_its_merged_model(family):
-    adapted = build_varied(family)
-    attach_adapters(adapted, LoRASection(rank=4, alpha=8.0))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0, 0.15, generator=generator)
+    adapted = randomly_adapted(build_varied(family), LoRASection(rank=4, alpha=8.0), 3, 0.15)
     core = build_core(build_varied(family))
     core.load_adapter("a", Adapter.of(adapted))
     request = msgspec.structs.replace(ask("adapted", PROMPTS[1]), adapter="a")

@@ -21,13 +21,14 @@ from cases.vision import (
 )
 from engine_runs import ask, audit, bits, build_core, build_model, finish, run, submit
 from processes.add_ons import needs
+from tiny import randomly_adapted
 
 from stretto.config.sections.model import LoRASection
 from stretto.inference.embedded.core import EngineCore
 from stretto.inference.embedded.vision.store import ImageStore
 from stretto.models.decoder import Decoder
 from stretto.models.hub import export_tensors
-from stretto.models.lora import Adapter, attach_adapters
+from stretto.models.lora import Adapter
 from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.images import Image, image_of
 
@@ -195,12 +196,7 @@ def test_an_engine_that_sleeps_keeps_no_images(keeps_weights):
 @pytest.mark.parametrize("case", FAMILIES)
 def test_adapters_see_images_as_their_merged_models_do_and_share_their_vectors(case):
     plain, tuned = (build_vision_policy(case) for _ in range(2))
-    attach_adapters(tuned, LoRASection(rank=4, alpha=8.0))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in tuned.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0, 0.15, generator=generator)
+    randomly_adapted(tuned, LoRASection(rank=4, alpha=8.0), 0, 0.15)
     core = build_core(build_vision_policy(case), block_size=4)
     core.load_adapter("a", Adapter.of(tuned))
     base = show("base", [LARGE, SMALL], n=2, scored=True)

@@ -18,73 +18,34 @@ OK = "rl @ ok.toml --dry-run"
 DATASET = "--orchestrator.env.0.id dataset --orchestrator.env.0.args.path"
 # name: (command, what is said, the way out)
 MISTAKES = {
-    "a model of a near name": (
-        f"{OK[:-10]} --model.name outputs/warm/weights/lates",
-        "no such directory",
-        "weights/latest?",
-    ),
-    "a run of a near name": (
-        "rl @ ok.toml --model.name outputs/warn/weights/latest",
-        "there is no such directory",
-        "did you mean outputs/warm/weights/latest?",
-    ),
-    "a service of a near name": (
-        "serve --model.name outputs/warn/weights/latest --dry-run",
-        "there is no such model",
-        "did you mean outputs/warm/weights/latest?",
-    ),
+    "a model of a near name": (f"{OK[:-10]} --model.name outputs/warm/weights/lates",
+        "no such directory", "weights/latest?"),
+    "a run of a near name": ("rl @ ok.toml --model.name outputs/warn/weights/latest",
+        "there is no such directory", "did you mean outputs/warm/weights/latest?"),
+    "a service of a near name": ("serve --model.name outputs/warn/weights/latest --dry-run",
+        "there is no such model", "did you mean outputs/warm/weights/latest?"),
     "a template of Slurm": (f"{OK} --slurm.template-path job.s", "there is no such file", "did you mean job.sh?"),
     "a plan from a run": ("plan ok.toml --from outputs/warn", "there is no directory outputs/warn", "outputs/warm?"),
     "a measured file": ("plan ok.toml --measured o.tom", "there is no such file", "did you mean ok.toml?"),
     "a directory as a configuration": ("rl @ outputs --dry-run", "outputs: this is a directory", "in it are none"),
-    "a run as a configuration": (
-        "rl @ outputs/warm --dry-run",
-        "this is a run's directory",
-        "outputs/warm/configs/run.json",
-    ),
+    "a run as a configuration": ("rl @ outputs/warm --dry-run",
+        "this is a run's directory", "outputs/warm/configs/run.json"),
     "a configuration without its ending": ("rl @ ok --dry-run", "not a .toml or .json file", "did you mean ok.toml?"),
     "a file as output_dir": (f"{OK} --output-dir ok.toml", "ok.toml is a file, not a directory", "another output_dir"),
-    "a file of rows of sft": (
-        "sft --data.path rows.jsonl --max-steps 1",
-        "--data.path rows.jsonl: unknown flag",
-        "--data.name?",
-    ),
-    "a tracker that is none": (
-        f"{OK} --monitors.comet",
-        "--monitors.comet: unknown flag",
-        "wandb, tensorboard, trackio",
-    ),
+    "a tracker that is none": (f"{OK} --monitors.comet",
+        "--monitors.comet: unknown flag", "wandb, tensorboard, trackio"),
     "a family that is none": (f"{OK} --model.name quen", 'has model_type = "quen3"', "did you mean qwen3"),
-    "a reward of a near name": (
-        f"{OK} --orchestrator.env.0.id dataset --orchestrator.env.0.args.path rows.jsonl "
-        "--orchestrator.env.0.args.reward mathh",
-        'reward = "mathh"',
-        'did you mean "math"?',
-    ),
-    "a label of another name": (
-        f"{OK} --orchestrator.env.0.id dataset --orchestrator.env.0.args.path rows.jsonl "
-        "--orchestrator.env.0.args.reward exact --orchestrator.env.0.args.label_key labels",
-        "rows.jsonl:1: no 'labels' (label_key)",
-        "the record has label, prompt; did you mean 'label'?",
-    ),
-    "a file as a model": (
-        f"{OK} --model.name ok.toml",
-        "model 'ok.toml': this is a file",
-        "config.json and safetensors",
-    ),
+    "a reward of a near name": (f"{OK} --orchestrator.env.0.id dataset --orchestrator.env.0.args.path rows.jsonl "
+        "--orchestrator.env.0.args.reward mathh", 'reward = "mathh"', 'did you mean "math"?'),
+    "a file as a model": (f"{OK} --model.name ok.toml",
+        "model 'ok.toml': this is a file", "config.json and safetensors"),
     "a pattern": (f"{OK} {DATASET} rows*.jsonl", "'rows*.jsonl': patterns are not read", "give the directory, '.'"),
-    "an address": (
-        f"{OK} {DATASET} s3://a/rows.jsonl",
-        "'s3://a/rows.jsonl': addresses are not read",
-        "copy the file here",
-    ),
+    "an address": (f"{OK} {DATASET} s3://a/rows.jsonl",
+        "'s3://a/rows.jsonl': addresses are not read", "copy the file here"),
     "an ending in large letters": (f"{OK} {DATASET} ROWS.JSONL", "must be in small letters", "rename it to ROWS.jsonl"),
-    "prompts of vime": (
-        "vime --hf-checkpoint tiny --prompt-data row.jsonl",
-        "--prompt-data row.jsonl: no such file; did you mean rows.jsonl?",
-        "--rollout-num-gpus is missing",
-    ),
-}
+    "prompts of vime": ("vime --hf-checkpoint tiny --prompt-data row.jsonl",
+        "--prompt-data row.jsonl: no such file; did you mean rows.jsonl?", "--rollout-num-gpus is missing"),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -158,15 +119,6 @@ def test_a_mark_of_windows_at_the_head_of_a_configuration_is_no_part_of_it(place
     (place / "bom.toml").write_text((place / "ok.toml").read_text(), encoding="utf-8-sig")
     assert cli.main(["rl", "@", "bom.toml", "--model.name", "tiny", "--print-config"]) == 0
     assert "max_steps = 4" in capsys.readouterr().out
-
-
-def test_a_key_that_is_given_twice_is_told_with_its_line(place, capsys):
-    (place / "twice.toml").write_text("max_steps = 3\nmax_steps = 4\n")
-    assert cli.main(["rl", "@", "twice.toml", "--dry-run"]) == 2
-    assert (
-        "twice.toml:2: not valid TOML: this key is defined above: give it once (`max_steps = 4`)"
-        in capsys.readouterr().err
-    )
 
 
 @pytest.mark.parametrize(

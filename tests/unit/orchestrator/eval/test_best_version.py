@@ -175,27 +175,18 @@ def test_of_equal_versions_the_earliest_is_the_best():
 EVAL = "[orchestrator.eval]\n"
 WRONG = {
     "no interval": (EVAL + "early_stop = {}\n" + ENV, ["orchestrator.eval.early_stop", "orchestrator.eval.interval"]),
-    "nothing that ends it": (
-        EVAL + 'interval = 2\nearly_stop = { patience = "None" }\n' + ENV,
-        ["orchestrator.eval.early_stop", "neither patience nor target"],
-    ),
-    "a score that nobody compares": (
-        EVAL + 'interval = 2\nscore_by = "greedy"\n' + ENV,
-        ["orchestrator.eval.score_by", "does nothing"],
-    ),
+    "nothing that ends it": (EVAL + 'interval = 2\nearly_stop = { patience = "None" }\n' + ENV,
+        ["orchestrator.eval.early_stop", "neither patience nor target"]),
+    "a score that nobody compares": (EVAL + 'interval = 2\nscore_by = "greedy"\n' + ENV,
+        ["orchestrator.eval.score_by", "does nothing"]),
     "greedy scores without greedy evals": (
         EVAL + 'interval = 2\nearly_stop = {}\nscore_by = "greedy"\ngreedy = false\n' + ENV,
-        ["orchestrator.eval.greedy", "set it to true"],
-    ),
-    "no exports": (
-        EVAL + "interval = 20\nkeep_best = true\n" + ENV,
-        ["orchestrator.eval.keep_best", "set ckpt.weights.interval = 20"],
-    ),
-    "exports at other steps": (
-        "[ckpt]\ninterval = 30\n" + EVAL + "interval = 20\nkeep_best = true\n" + ENV,
-        ["orchestrator.eval.keep_best", "only every 30 steps", "set ckpt.weights.interval = 20"],
-    ),
-}
+        ["orchestrator.eval.greedy", "set it to true"]),
+    "no exports": (EVAL + "interval = 20\nkeep_best = true\n" + ENV,
+        ["orchestrator.eval.keep_best", "set ckpt.weights.interval = 20"]),
+    "exports at other steps": ("[ckpt]\ninterval = 30\n" + EVAL + "interval = 20\nkeep_best = true\n" + ENV,
+        ["orchestrator.eval.keep_best", "only every 30 steps", "set ckpt.weights.interval = 20"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", WRONG)
