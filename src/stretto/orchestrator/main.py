@@ -151,8 +151,7 @@ def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExit
     for env in envs:
         tasks_of(env, "train")  # raises if there are none
         check_overlong(env, cfg.algo_of(env.name), cfg.sampling_of(env.name), cfg.algo_path(env.name))
-    section = cfg.eval_as_trained()
-    held_out = [] if section is None else eval_envs(section, envs, cfg.run_dir, stack, info)
+    held_out = [] if cfg.eval is None else eval_envs(cfg, envs, stack, info)
     return UserCode(info, envs, hooks, rollouts, evals, held_out, beside)
 
 
@@ -267,8 +266,7 @@ def build_watch(
 def build_player(
     cfg: OrchestratorConfig, engine: EngineClient, renderer: Renderer, models: Mapping[str, ChatModel] = NO_MODELS
 ) -> Player:
-    """Build what plays the rollouts of training, and of the run's evals."""
-    sections = (*cfg.env, *(() if cfg.eval is None else cfg.eval.env))
+    """Build what plays the rollouts of training; the evaluator makes that of evals from it."""
     return Player(
         engine=engine,
         renderer=renderer,
@@ -278,8 +276,8 @@ def build_player(
         run_id=cfg.run_name,
         timeout_s=cfg.rollout_timeout_s,
         max_retries=cfg.max_rollout_retries,
-        system_prompts=system_prompts(*sections),
-        model_names=model_names(*sections),
+        system_prompts=system_prompts(*cfg.env),
+        model_names=model_names(*cfg.env),
         models=models,
     )
 
