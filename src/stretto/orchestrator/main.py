@@ -345,14 +345,15 @@ def build_evaluator(
 def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     """The buffer's bounds, from the config; start: the step after which this incarnation begins."""
     factor = cfg.oversampling_factor
-    oversampled = None if factor is None else int(factor * cfg.batch_size)
-    limits = [limit for limit in (cfg.max_inflight_rollouts, oversampled) if limit is not None]
+    oversampled = None if factor is None else int(factor * cfg.batch_size) // cfg.group_size
+    held = None if cfg.max_inflight_rollouts is None else cfg.max_inflight_rollouts // cfg.largest_group
+    limits = [limit for limit in (held, oversampled) if limit is not None]
     is_user_played = cfg.hooks.rollout_function is not None  # it may put groups back, so no batch waits for one
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,
         max_async_level=first_setting(cfg, start)[0],
         max_off_policy_steps=cfg.max_off_policy_steps,
-        max_running_groups=min(limits) // cfg.group_size if limits else None,
+        max_running_groups=min(limits, default=None),
         max_oversampling=cfg.max_oversampling,
         filter_zero_signal=cfg.filter_zero_advantages,
         max_steps=cfg.max_steps,

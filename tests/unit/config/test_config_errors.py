@@ -400,6 +400,10 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         "[orchestrator]\nmax_inflight_rollouts = 4\n" + ENV,
         ["c.toml:2: orchestrator.max_inflight_rollouts = 4", "cannot hold one group"],
     ),
+    "inflight below a group of one environment": (
+        "[orchestrator]\nmax_inflight_rollouts = 8\n" + ENV + "group_size = 16\n",
+        ["orchestrator.max_inflight_rollouts = 8 cannot hold one group of orchestrator.env.0.group_size = 16"],
+    ),
     "lead beyond the bound on staleness": (
         "[orchestrator]\nmax_async_level = 3\nmax_off_policy_steps = 2\n" + ENV,
         ["c.toml:2, c.toml:3: orchestrator.max_async_level = 3", "raise orchestrator.max_off_policy_steps"],

@@ -421,7 +421,7 @@ class OrchestratorKeys(Section):
     steering: SteeringSection | None = None
     concurrency: Concurrency = FixedConcurrency()
     max_inflight_rollouts: int | None = Field(None, gt=0)
-    """Rollouts running at once; None: (max_async_level + 1) batches."""
+    """Rollouts running at once, in whole groups of the largest group_size; None: (max_async_level + 1) batches."""
     filter_zero_advantages: bool = True
     """Groups without signal (all rewards equal) are replaced by other groups instead of filling the batch."""
     max_oversampling: float = Field(4.0, ge=1)
@@ -520,6 +520,11 @@ class OrchestratorKeys(Section):
         """Rollouts of one task of an environment."""
         section = self.env_of(env)
         return (section and section.group_size) or self.group_size
+
+    @property
+    def largest_group(self) -> int:
+        """Most rollouts of one task of any environment."""
+        return max((env.group_size or self.group_size for env in self.env), default=self.group_size)
 
     def gates_of(self, env: str) -> dict[str, Gate]:
         """Gates of an environment's groups."""
