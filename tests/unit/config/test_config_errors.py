@@ -428,6 +428,23 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         "seq_len = 64\n[orchestrator.train.sampling]\nmax_completion_tokens = 65\n" + ENV,
         ["c.toml:3, c.toml:1: orchestrator.train.sampling.max_completion_tokens = 65", "more than", "seq_len = 64"],
     ),
+    "reply of one environment longer than a sequence": (
+        "seq_len = 64\n" + ENV + "sampling = { max_completion_tokens = 65 }\n",
+        ["orchestrator.env.0.sampling.max_completion_tokens = 65 is more than seq_len = 64"],
+    ),
+    "reply of one environment of an eval longer than a sequence": (
+        "seq_len = 64\n" + ENV + '[[orchestrator.eval.env]]\nid = "x"\nsampling = { max_completion_tokens = 65 }\n',
+        ["orchestrator.eval.env.0.sampling.max_completion_tokens = 65 is more than seq_len = 64"],
+    ),
+    "least length of the run above the greatest of an environment": (
+        "[orchestrator.train]\nreplay = {}\nsampling = { min_tokens = 10 }\n"
+        + ENV
+        + "sampling = { max_completion_tokens = 4 }\n",
+        [
+            "orchestrator.train.sampling.min_tokens = 10 is more than "
+            "orchestrator.env.0.sampling.max_completion_tokens = 4: no reply could be so long"
+        ],
+    ),
     "greedy training": (
         ENV,
         ["--orchestrator.train.sampling.temperature 0: ", "temperature = 0 is greedy"],

@@ -275,10 +275,21 @@ def tokens_to_train(s: OrchestratorKeys, at: At) -> Problems:
 
 
 def reply_length(s: OrchestratorSection, at: At) -> Problems:
-    """A reply fits into a sample."""
-    reply, length = at("train.sampling.max_completion_tokens"), at("seq_len")
-    if (s.train.sampling.max_completion_tokens or 0) > s.seq_len:
-        yield Problem((reply, length), f"{reply} is more than {length}; lower it or raise seq_len")
+    """A reply fits into a sample, and an environment's least length does not exceed its greatest."""
+    length, run = at("seq_len"), "train.sampling"
+    tables = {run: s.train.sampling} | {f"env.{index}.sampling": env.sampling for index, env in enumerate(s.env)}
+    for path, own in tables.items():
+        reply = at(f"{path}.max_completion_tokens")
+        if (own.max_completion_tokens or 0) > s.seq_len:
+            yield Problem((reply, length), f"{reply} is more than {length}; lower it or raise seq_len")
+        # Where one table has both, `replies` compares them.
+        if (own.min_tokens is None) != (own.max_completion_tokens is None) and path != run:
+            played = own.over(s.train.sampling)
+            least = at(f"{run if own.min_tokens is None else path}.min_tokens")
+            most = at(f"{run if own.max_completion_tokens is None else path}.max_completion_tokens")
+            if played.max_completion_tokens is not None and played.min_tokens > played.max_completion_tokens:
+                what = f"{least} is more than {most}: no reply could be so long; lower it or raise that"
+                yield Problem((least, most), what)
 
 
 # -- doubts --
