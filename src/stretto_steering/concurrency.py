@@ -82,7 +82,7 @@ class RunLimit:
 
     async def follow(self) -> None:
         """Adjust the limit on running groups to the engines' load."""
-        run, limit, group_size = self._parts, self._limit, self._parts.cfg.group_size
+        run, limit, group_size = self._parts, self._limit, self._parts.cfg.largest_group
         while True:
             run.buffer.limit_running(max(limit.limit // group_size, 1))
             await asyncio.sleep(limit.cfg.interval_s)
@@ -99,5 +99,5 @@ def build_limit(cfg: OrchestratorSection, buffer: Buffer) -> AdaptiveLimit:
     """Build the adaptive limit of a run."""
     assert isinstance(cfg.concurrency, AdaptiveConcurrency), "the caller has looked"
     bounds = replace(buffer.bounds, max_async_level=cfg.most_async_level)
-    upper_bound = cfg.max_inflight_rollouts or bounds.num_slots * cfg.group_size
+    upper_bound = cfg.max_inflight_rollouts or bounds.num_slots * cfg.largest_group
     return AdaptiveLimit(cfg.concurrency, upper_bound)

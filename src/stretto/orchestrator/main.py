@@ -151,8 +151,7 @@ def open_user_code(cfg: OrchestratorConfig, renderer: Renderer, stack: AsyncExit
     for env in envs:
         tasks_of(env, "train")  # raises if there are none
         check_overlong(env, cfg.algo_of(env.name), cfg.sampling_of(env.name), cfg.algo_path(env.name))
-    section = cfg.eval_as_trained()
-    held_out = [] if section is None else eval_envs(section, envs, cfg.run_dir, stack, info)
+    held_out = [] if cfg.eval is None else eval_envs(cfg, envs, stack, info)
     return UserCode(info, envs, hooks, rollouts, evals, held_out, beside)
 
 
@@ -267,8 +266,7 @@ def build_watch(
 def build_player(
     cfg: OrchestratorConfig, engine: EngineClient, renderer: Renderer, models: Mapping[str, ChatModel] = NO_MODELS
 ) -> Player:
-    """Build what plays the rollouts of training, and of the run's evals."""
-    sections = (*cfg.env, *(() if cfg.eval is None else cfg.eval.env))
+    """Build what plays the rollouts of training; the evaluator makes that of evals from it."""
     return Player(
         engine=engine,
         renderer=renderer,
@@ -278,8 +276,8 @@ def build_player(
         run_id=cfg.run_name,
         timeout_s=cfg.rollout_timeout_s,
         max_retries=cfg.max_rollout_retries,
-        system_prompts=system_prompts(*sections),
-        model_names=model_names(*sections),
+        system_prompts=system_prompts(*cfg.env),
+        model_names=model_names(*cfg.env),
         models=models,
     )
 
@@ -347,14 +345,15 @@ def build_evaluator(
 def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
     """The buffer's bounds, from the config; start: the step after which this incarnation begins."""
     factor = cfg.oversampling_factor
-    oversampled = None if factor is None else int(factor * cfg.batch_size)
-    limits = [limit for limit in (cfg.max_inflight_rollouts, oversampled) if limit is not None]
+    oversampled = None if factor is None else int(factor * cfg.batch_size) // cfg.group_size
+    held = None if cfg.max_inflight_rollouts is None else cfg.max_inflight_rollouts // cfg.largest_group
+    limits = [limit for limit in (held, oversampled) if limit is not None]
     is_user_played = cfg.hooks.rollout_function is not None  # it may put groups back, so no batch waits for one
     return Bounds(
         groups_per_batch=cfg.batch_size // cfg.group_size,
         max_async_level=first_setting(cfg, start)[0],
         max_off_policy_steps=cfg.max_off_policy_steps,
-        max_running_groups=min(limits) // cfg.group_size if limits else None,
+        max_running_groups=min(limits, default=None),
         max_oversampling=cfg.max_oversampling,
         filter_zero_signal=cfg.filter_zero_advantages,
         max_steps=cfg.max_steps,

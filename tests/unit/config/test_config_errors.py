@@ -216,6 +216,9 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["rewards of 0", '"zero_advantage"', 'orchestrator.algo.type = "reinforce_plus_plus"']),
     "inflight below a group": ("[orchestrator]\nmax_inflight_rollouts = 4\n" + ENV,
         ["c.toml:2: orchestrator.max_inflight_rollouts = 4", "cannot hold one group"]),
+    "inflight below a group of one environment": (
+        "[orchestrator]\nmax_inflight_rollouts = 8\n" + ENV + "group_size = 16\n",
+        ["orchestrator.max_inflight_rollouts = 8 cannot hold one group of orchestrator.env.0.group_size = 16"]),
     "lead beyond the bound on staleness": ("[orchestrator]\nmax_async_level = 3\nmax_off_policy_steps = 2\n" + ENV,
         ["c.toml:2, c.toml:3: orchestrator.max_async_level = 3", "raise orchestrator.max_off_policy_steps"]),
     "no environment": ("max_steps = 3\n",
@@ -229,6 +232,17 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["c.toml:3: orchestrator.env.0.name", '"all"', "choose another"]),
     "no room for a prompt": ("seq_len = 64\n[orchestrator.train.sampling]\nmax_completion_tokens = 65\n" + ENV,
         ["c.toml:3, c.toml:1: orchestrator.train.sampling.max_completion_tokens = 65", "more than", "seq_len = 64"]),
+    "reply of one environment longer than a sequence": (
+        "seq_len = 64\n" + ENV + "sampling = { max_completion_tokens = 65 }\n",
+        ["orchestrator.env.0.sampling.max_completion_tokens = 65 is more than seq_len = 64"]),
+    "reply of one environment of an eval longer than a sequence": (
+        "seq_len = 64\n" + ENV + '[[orchestrator.eval.env]]\nid = "x"\nsampling = { max_completion_tokens = 65 }\n',
+        ["orchestrator.eval.env.0.sampling.max_completion_tokens = 65 is more than seq_len = 64"]),
+    "least length of the run above the greatest of an environment": (
+        "[orchestrator.train]\nreplay = {}\nsampling = { min_tokens = 10 }\n" + ENV
+        + "sampling = { max_completion_tokens = 4 }\n",
+        ["orchestrator.train.sampling.min_tokens = 10 is more than "
+         "orchestrator.env.0.sampling.max_completion_tokens = 4: no reply could be so long"]),
     "greedy training": (ENV, ["--orchestrator.train.sampling.temperature 0: ", "temperature = 0 is greedy"],
         "--orchestrator.train.sampling.temperature 0"),
     "a key as verl writes it": (ENV,

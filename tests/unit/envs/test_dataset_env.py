@@ -486,7 +486,7 @@ def test_args_have_the_sampling_and_the_group_size_of_the_section(file, tmp_path
         async with AsyncExitStack() as stack:
             train = [build_env(section, run=run) for section in cfg.env]
             assert list(map(seen, train)) == [(cfg.group_size, 0.9, None, 7), (2, 0.9, 5, 7)]
-            evals = eval_envs(cfg.eval, train, cfg.run_dir, stack, run)
+            evals = eval_envs(cfg, train, stack, run)
             assert list(map(seen, evals)) == [(3, 0.6, None, 30), (3, 0.1, None, 30)]
 
     asyncio.run(main())

@@ -125,6 +125,70 @@ def test_environments_of_an_eval_have_their_own_sampling_size_and_interval():
     assert [v for v in range(8) if mine.section.is_due(v, end=7)] == [0, 2, 3, 4, 6, 7]
 
 
+def test_greedy_rollouts_end_where_sampled_ones_end():
+    """The key `greedy` changes the temperature alone, and what is moot without chance."""
+    seen = []
+
+    def delay(request):
+        seen.append(request.sampling)
+        return 0.0
+
+    ends = {"stop": ["x"], "stop_token_ids": [7], "min_tokens": 2, "bad_words": ["no"], "max_completion_tokens": 9}
+    own = {"id": ECHO, "name": "echo", "sampling": {"logit_bias": {"3": -1.0}, "ignore_eos": True}}
+    sampling = ends | {"temperature": 0.7, "top_p": 0.5, "top_k": 5, "min_p": 0.1}
+    each = evaluator([EchoEnv()], FakeEngine(parrot(1.0), delay=delay), env=[own], sampling=sampling, greedy=True)
+    run_virtual(each.evaluate(0))
+    sampled, greedy = (next(s for s in seen if (s.temperature == 0) is is_greedy) for is_greedy in (False, True))
+    assert (greedy.top_p, greedy.top_k, greedy.min_p) == (1.0, None, 0.0)
+    same = ("stop", "stop_token_ids", "min_tokens", "bad_words", "max_tokens", "logit_bias", "ignore_eos")
+    assert [getattr(greedy, key) for key in same] == [getattr(sampled, key) for key in same]
+    assert sampled.stop and sampled.stop_token_ids and sampled.min_tokens and sampled.bad_words and sampled.ignore_eos
+
+
+def requests_of(path, **settings):
+    """Prompt, sampling and whether it is an eval of every request of a run of two steps."""
+    seen = []
+
+    def delay(request):
+        text = "".join(map(chr, request.prompt_ids))
+        seen.append((text, request.sampling, "eval" in request.request_id))
+        return 0.0
+
+    cfg = config(path, max_steps=2, **settings)
+    train(cfg, FakeEngine(parrot(0.5), delay=delay), FakeTrainer(max_steps=2))
+    return seen
+
+
+def test_an_eval_and_training_on_one_environment_have_system_prompts_of_their_own(tmp_path):
+    trained = {"id": ECHO, "name": "echo", "system_prompt": "think"}
+    for number, prompt in enumerate(("judge", None)):
+        held_out = {"num_examples": 3, "env": [{"id": ECHO, "name": "echo", "system_prompt": prompt}]}
+        seen = requests_of(tmp_path / str(number), env=[trained], eval=held_out)
+        for is_eval, start in ((False, "Sthink.U"), (True, "Sjudge.U" if prompt else "U")):
+            texts = [text for text, _, of_eval in seen if of_eval is is_eval]
+            assert texts and all(text.startswith(start) for text in texts)
+
+
+def test_held_out_tasks_of_training_are_played_under_the_limits_of_their_environment(tmp_path):
+    env = [{"id": ECHO, "name": "echo", "system_prompt": "think", "sampling": {"max_completion_tokens": 9}}]
+    settings = {"env": env, "train": {"sampling": {"max_completion_tokens": 20}}}
+    seen = requests_of(tmp_path / "a", eval={"num_examples": 3}, **settings)
+    assert {(sampling.max_tokens, text[:8]) for text, sampling, _ in seen} == {(9, "Sthink.U")}
+    own = {"num_examples": 3, "sampling": {"max_completion_tokens": 30}}
+    seen = requests_of(tmp_path / "b", eval=own, **settings)
+    assert {sampling.max_tokens for _, sampling, of_eval in seen if of_eval} == {30}
+
+
+def test_held_out_tasks_of_training_have_the_deadline_and_retries_of_their_environment(tmp_path):
+    env = [{"id": ECHO, "name": "echo", "rollout_timeout_s": 5.0, "max_rollout_retries": 7}]
+    for retries, expected in ((None, 7), (0, 0)):
+        cfg = config(tmp_path, env=env, eval={"max_rollout_retries": retries})
+        (section,) = cfg.eval_as_trained().env
+        assert (section.rollout_timeout_s, section.max_rollout_retries) == (5.0, expected)
+    named = config(tmp_path, env=env, eval={"env": [{"id": ECHO}]}).eval_as_trained()
+    assert [each.rollout_timeout_s for each in named.env] == [None]
+
+
 def test_an_eval_waits_with_the_next_version_whatever_the_trainer_does(tmp_path):
     cfg = config(tmp_path, eval={"num_examples": 10, "interval": 1}, max_async_level=2, max_steps=6)
     rng = random.Random(0)

@@ -188,8 +188,13 @@ def batch_sizes(s: OrchestratorKeys, at: At) -> Problems:
         rule = f"needs {size.path}, the most rollouts of a batch: give at least as many as have so many tokens"
         yield Problem(tokens, f"{tokens} {rule}")
     limit, ranks = at("max_inflight_rollouts"), at("num_train_workers")
-    if s.max_inflight_rollouts is not None and s.max_inflight_rollouts < s.group_size:
-        yield Problem((limit, group), f"{limit} cannot hold one group of {group}; raise it")
+    sizes = {f"env.{index}.group_size": env.group_size or 0 for index, env in enumerate(s.env)}
+    sizes["group_size"] = s.group_size
+    too_large = [
+        key for key, own in sizes.items() if s.max_inflight_rollouts is not None and s.max_inflight_rollouts < own
+    ]
+    for key in map(at, too_large[-1:]):
+        yield Problem((limit, key), f"{limit} cannot hold one group of {key}; raise it")
     if s.num_train_workers > s.batch_size:
         what = f"{ranks} ranks cannot share {size} rollouts: some would have none; raise {size.path}"
         yield Problem((ranks, size), what)
@@ -270,10 +275,21 @@ def tokens_to_train(s: OrchestratorKeys, at: At) -> Problems:
 
 
 def reply_length(s: OrchestratorSection, at: At) -> Problems:
-    """A reply fits into a sample."""
-    reply, length = at("train.sampling.max_completion_tokens"), at("seq_len")
-    if (s.train.sampling.max_completion_tokens or 0) > s.seq_len:
-        yield Problem((reply, length), f"{reply} is more than {length}; lower it or raise seq_len")
+    """A reply fits into a sample, and an environment's least length does not exceed its greatest."""
+    length, run = at("seq_len"), "train.sampling"
+    tables = {run: s.train.sampling} | {f"env.{index}.sampling": env.sampling for index, env in enumerate(s.env)}
+    for path, own in tables.items():
+        reply = at(f"{path}.max_completion_tokens")
+        if (own.max_completion_tokens or 0) > s.seq_len:
+            yield Problem((reply, length), f"{reply} is more than {length}; lower it or raise seq_len")
+        # Where one table has both, `replies` compares them.
+        if (own.min_tokens is None) != (own.max_completion_tokens is None) and path != run:
+            played = own.over(s.train.sampling)
+            least = at(f"{run if own.min_tokens is None else path}.min_tokens")
+            most = at(f"{run if own.max_completion_tokens is None else path}.max_completion_tokens")
+            if played.max_completion_tokens is not None and played.min_tokens > played.max_completion_tokens:
+                what = f"{least} is more than {most}: no reply could be so long; lower it or raise that"
+                yield Problem((least, most), what)
 
 
 # -- doubts --
@@ -294,10 +310,11 @@ def late_rollouts(s: OrchestratorKeys, at: At) -> Problems:
 def limit_never_reached(s: OrchestratorKeys, at: At) -> Problems:
     """Fewer rollouts run at once than are allowed."""
     limit, ahead, levels = s.max_inflight_rollouts, at("oversampling_factor"), at("max_async_level")
-    held = int(max(s.max_async_level + 1, s.oversampling_factor or 0) * s.batch_size)
+    batches = max(s.max_async_level + 1, s.oversampling_factor or 0)
+    held = int(batches * s.batch_size) // s.group_size * s.largest_group
     if limit is None or limit <= held or s.max_async_level == 0:
         return
-    factor = min(limit / s.batch_size, s.max_off_policy_steps + 1)
+    factor = min(limit * s.group_size / s.largest_group / s.batch_size, s.max_off_policy_steps + 1)
     most = at("max_inflight_rollouts")
     yield Problem(
         (most, ahead, levels),

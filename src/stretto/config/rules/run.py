@@ -9,7 +9,7 @@ from typing import Any
 from stretto.base.rundir import CHECKPOINT
 from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
 from stretto.config.root import EvalConfig, EvalsConfig, OrchestratorConfig, RLConfig, RunRoot, SFTConfig
-from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, value_of
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.distill import ModelLimits
 from stretto.config.sections.inference import InferenceSection
@@ -108,9 +108,15 @@ def data_sets(s: SourceData, at: At) -> Problems:
 
 def room_for_evals(s: Any, at: At) -> Problems:
     """A reply of an eval fits into seq_len."""
-    reply, length = at("eval.sampling.max_completion_tokens"), at("seq_len")
-    if (value_of(s, "eval.sampling.max_completion_tokens") or 0) > s.seq_len:
-        yield Problem((reply, length), f"{reply} is more than {length}; lower it or raise seq_len")
+    if s.eval is None:
+        return
+    length = at("seq_len")
+    tables = {"eval.sampling": s.eval.sampling}
+    tables |= {f"eval.env.{index}.sampling": env.sampling for index, env in enumerate(s.eval.env)}
+    for path, sampling in tables.items():
+        reply = at(f"{path}.max_completion_tokens")
+        if (sampling.max_completion_tokens or 0) > s.seq_len:
+            yield Problem((reply, length), f"{reply} is more than {length}; lower it or raise seq_len")
 
 
 def evals_come(s: SFTConfig, at: At) -> Problems:

@@ -206,7 +206,8 @@ class EvalSection(Section):
     """
 
     env: list[EvalEnvSection] = Field([])
-    """Environments; empty: the training environments' held-out tasks."""
+    """Environments; empty: the training environments' held-out tasks, with the reply length, deadline and retries of
+    their environments where [eval] says nothing."""
     interval: int | None = Field(None, gt=0)
     """Steps between evals; None: only before and after."""
     num_examples: int | None = Field(256, gt=0)
@@ -214,7 +215,7 @@ class EvalSection(Section):
     group_size: int = Field(1, gt=0)
     """Rollouts per task (sampled)."""
     greedy: bool = True
-    """Also evaluate with temperature 0."""
+    """Also evaluate with temperature 0; all that ends a reply or bans words stays as in `sampling`."""
     skip_first_step: bool = False
     """No eval of the starting weights."""
     max_rollout_retries: int | None = Field(None, ge=0)
@@ -420,7 +421,7 @@ class OrchestratorKeys(Section):
     steering: SteeringSection | None = None
     concurrency: Concurrency = FixedConcurrency()
     max_inflight_rollouts: int | None = Field(None, gt=0)
-    """Rollouts running at once; None: (max_async_level + 1) batches."""
+    """Rollouts running at once, in whole groups of the largest group_size; None: (max_async_level + 1) batches."""
     filter_zero_advantages: bool = True
     """Groups without signal (all rewards equal) are replaced by other groups instead of filling the batch."""
     max_oversampling: float = Field(4.0, ge=1)
@@ -520,6 +521,11 @@ class OrchestratorKeys(Section):
         section = self.env_of(env)
         return (section and section.group_size) or self.group_size
 
+    @property
+    def largest_group(self) -> int:
+        """Most rollouts of one task of any environment."""
+        return max((env.group_size or self.group_size for env in self.env), default=self.group_size)
+
     def gates_of(self, env: str) -> dict[str, Gate]:
         """Gates of an environment's groups."""
         return self.curriculum_of(self.env_of(env)).gates
@@ -551,12 +557,31 @@ class OrchestratorKeys(Section):
         return 1 if self.steering is None else self.steering.max_update_interval or 1
 
     def eval_as_trained(self) -> TrainingEvalSection | None:
-        """[eval] with the reply length of training, unless it has its own."""
+        """[eval] with the reply length of training, unless it has its own; without environments, those of training.
+
+        These keep their reply length, their deadline and, unless [eval] has its own, their number of retries.
+        """
         if self.eval is None:
             return None
-        limit = self.eval.sampling.max_completion_tokens or self.train.sampling.max_completion_tokens
+        own_limit = self.eval.sampling.max_completion_tokens
+        limit = own_limit or self.train.sampling.max_completion_tokens
         sampling = self.eval.sampling.model_copy(update={"max_completion_tokens": limit})
-        return self.eval.model_copy(update={"sampling": sampling})
+        changes: dict[str, Any] = {"sampling": sampling}
+        if not self.eval.env:
+            changes["env"] = [
+                EvalEnvSection(
+                    **{key: getattr(env, key) for key in EnvSection.model_fields},
+                    sampling=SamplingOverrides(max_completion_tokens=own_limit or env.sampling.max_completion_tokens),
+                    rollout_timeout_s=env.rollout_timeout_s,
+                    max_rollout_retries=(
+                        env.max_rollout_retries
+                        if self.eval.max_rollout_retries is None
+                        else self.eval.max_rollout_retries
+                    ),
+                )
+                for env in self.env
+            ]
+        return self.eval.model_copy(update=changes)
 
 
 class OrchestratorSection(OrchestratorKeys, RunKeys):

@@ -25,7 +25,7 @@ from stretto.base.paths import RunDir
 from stretto.base.status import report
 from stretto.base.watch import Watch
 from stretto.chat.render import Renderer
-from stretto.config.root import EvalConfig
+from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection, is_at_interval
 from stretto.envs.base import Environment, RunInfo, tasks_of
 from stretto.envs.models import NO_MODELS, ChatModel
@@ -46,6 +46,9 @@ from stretto.orchestrator.rollout.player import Player
 from stretto.records.rollout import Group, Task
 
 logger = logging.getLogger(__name__)
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": 0.0}
+"""What a greedy rollout has in the place of an eval's sampling: what ends a reply or bans a word stays."""
 
 
 class Evaluator:
@@ -109,13 +112,14 @@ class Evaluator:
 
     async def _play_env(self, plan: EvalPlan, version: int, mode: str, k: int) -> EvalScore:
         env, tasks = plan.env, plan.tasks
-        greedy = SamplingSection(temperature=0, max_completion_tokens=plan.sampling.max_completion_tokens)
+        greedy = plan.sampling.model_copy(update=GREEDY)
         player = dataclasses.replace(
             self._player,
             sampling=greedy if mode == "greedy" else plan.sampling,
             timeout_s=plan.timeout_s or self._player.timeout_s,
             max_retries=self._player.max_retries if plan.max_retries is None else plan.max_retries,
             run_id=f"{self._player.run_id}-v{version}",
+            **plan.names,
         )
         may_play, num_played = asyncio.Semaphore(max(self._max_inflight // k, 1)), 0
 
@@ -163,8 +167,6 @@ def standalone_evaluator(
         seed=cfg.seed,
         run_id=cfg.run_name,
         timeout_s=cfg.rollout_timeout_s,
-        system_prompts=system_prompts(*cfg.eval.env),
-        model_names=model_names(*cfg.eval.env),
         models=models,
     )
     return Evaluator(envs, cfg.eval, player, max_inflight_rollouts=cfg.max_inflight_rollouts, run_dir=cfg.run_dir)
@@ -181,6 +183,8 @@ class EvalPlan:
     sampling: SamplingSection
     timeout_s: float | None  # None, also of max_retries: as the player's
     max_retries: int | None
+    names: Mapping[str, Any]
+    """The system prompt and the models of the eval's own section: training may have an environment of this name."""
 
 
 def _eval_plan(env: Environment, section: EvalSection) -> EvalPlan:
@@ -190,6 +194,7 @@ def _eval_plan(env: Environment, section: EvalSection) -> EvalPlan:
         value = getattr(override, key, None)
         return getattr(section, key) if value is None else value
 
+    sections = () if override is None else (override,)
     return EvalPlan(
         env,
         _held_out_tasks(env, setting("num_examples")),
@@ -198,19 +203,18 @@ def _eval_plan(env: Environment, section: EvalSection) -> EvalPlan:
         section.sampling if override is None else override.sampling.over(section.sampling),
         None if override is None else override.rollout_timeout_s,
         setting("max_rollout_retries"),
+        {"system_prompts": system_prompts(*sections), "model_names": model_names(*sections)},
     )
 
 
 def eval_envs(
-    section: EvalSection,
-    train: Sequence[Environment],
-    run_dir: RunDir,
-    stack: AsyncExitStack,
-    run: RunInfo | None = None,
+    cfg: OrchestratorConfig, train: Sequence[Environment], stack: AsyncExitStack, run: RunInfo
 ) -> list[Environment]:
-    """The environments that an eval section names, else those of training; `stack` closes them."""
-    info = None if run is None else eval_run_info(run, section)
-    return [open_env(env, run_dir.logs / "eval", stack, info) for env in section.env] or list(train)
+    """The environments that the evals of a run name, else those of training; `stack` closes them."""
+    section = cfg.eval_as_trained()
+    assert cfg.eval is not None and section is not None, "a run without evals has no environments for them"
+    info = eval_run_info(run, section)
+    return [open_env(env, cfg.run_dir.logs / "eval", stack, info) for env in cfg.eval.env] or list(train)
 
 
 def _held_out_tasks(env: Environment, num_examples: int | None) -> list[Task]:

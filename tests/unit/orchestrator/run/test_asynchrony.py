@@ -83,3 +83,22 @@ def test_no_batch_waits_for_a_straggler_that_a_later_one_can_take(tmp_path):
     assert as_done[-1] < 0.7 * in_order[-1]
     gaps = [b - a for a, b in pairwise(as_done)]
     assert max(gaps) < max(b - a for a, b in pairwise(in_order))
+
+
+def test_groups_of_an_environments_own_size_stay_within_the_rollouts_that_may_run(tmp_path):
+    class Counting(FakeEngine):
+        running = most = 0
+
+        async def generate(self, request):
+            self.running += request.n
+            self.most = max(self.most, self.running)
+            try:
+                return await super().generate(request)
+            finally:
+                self.running -= request.n
+
+    env = [{"id": "fakes:EchoEnv", "name": "echo", "group_size": 8}]
+    cfg = config(tmp_path, env=env, batch_size=8, group_size=2, max_inflight_rollouts=16, max_steps=2)
+    engine = Counting(parrot(0.5), delay=lambda request: 1.0)
+    train(cfg, engine, FakeTrainer(max_steps=2))
+    assert engine.most == 16
