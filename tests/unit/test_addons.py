@@ -224,3 +224,14 @@ def test_an_add_on_whose_own_need_is_missing_says_so(tmp_path: Path) -> None:
     source = SCRIPT["copy_without"](["plan"], tmp_path, PARTS)
     [(code, _, err)] = told(source, ["doctor", *RUN[2:]]).values()
     assert code == 2 and "error: `stretto doctor` with a config needs the add-on stretto_plan, which is not" in err
+
+
+@pytest.mark.heavy
+def test_names_of_keys_that_need_a_missing_add_on_are_left_out(tmp_path: Path) -> None:
+    """Those of prime-rl need vLLM's; a run that has none of them is planned."""
+    source = SCRIPT["copy_without"](["vllm"], tmp_path, PARTS)
+    planned, refused = [*RUN, "--dry-run"], ["vime", "--hf-checkpoint", "m"]
+    said = told(source, planned, refused)
+    assert said[" ".join(planned)][0] == 0
+    code, _, err = said[" ".join(refused)]
+    assert code == 2 and "error: `stretto vime` needs the add-on stretto_vllm, which is not installed" in err
