@@ -188,7 +188,7 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ),
         ("vime", ["--orchestrator.hooks.sample-filter", "a:b"], "[orchestrator.hooks] needs the add-on stretto_vime"),
         ("vime", ["--trainer.hooks.init", "a:b", "--dry-run"], "[trainer.hooks] needs the add-on stretto_vime"),
-        ("vime", OF_SOURCE, "dataset: data_source or generate needs the add-on stretto_vime"),
+        ("vime", OF_SOURCE, "dataset: data_source needs the add-on stretto_vime"),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
     ],
 )
