@@ -76,6 +76,10 @@ _KINDS = (".dist-info", ".egg-info")
 Groups = dict[str, dict[str, str]]
 
 
+class MissingError(ConfigError):
+    """An add-on is not installed."""
+
+
 class ConfigVerb:
     """A verb with a configuration. `root`, `run` and `screen` are `module:name`, imported when the verb is used."""
 
@@ -104,27 +108,37 @@ def offers(group: str) -> dict[str, str]:
 def load(group: str, name: str, needed_by: str) -> Any:
     """The object that an add-on offers.
 
-    needed_by: what needs it, for the message. Raises: ConfigError if no add-on that is installed offers it.
+    needed_by: what needs it, for the message. Raises: MissingError if no add-on that is installed offers it.
     """
     check(group, name, needed_by)
     return _entry(group, name)
 
 
 def check(group: str, name: str, needed_by: str) -> None:
-    """Raises: ConfigError if no add-on that is installed offers this; nothing is imported."""
+    """Raises: MissingError if no add-on that is installed offers this; nothing is imported."""
     value = registered(group).get(name)
     if value is not None and find_spec(package_of(value)) is not None:
         return
     missing = f"the add-on {package_of(value)}" if value else f"an add-on that offers `{name}` ({group})"
-    raise ConfigError(
-        f"{needed_by} needs {missing}, which is not installed; install stretto with its add-ons, "
+    raise _missing(needed_by, missing)
+
+
+def _missing(needed_by: str, what: str) -> MissingError:
+    return MissingError(
+        f"{needed_by} needs {what}, which is not installed; install stretto with its add-ons, "
         f"`pip install stretto`, or the package that has it"
     )
 
 
 def load_all(group: str) -> dict[str, Any]:
-    """Every object that add-ons offer in a group, by name."""
-    return {name: _entry(group, name) for name in offers(group)}
+    """Every object that add-ons offer in a group, by name, less those that need an add-on which is not there."""
+    found = {}
+    for name in offers(group):
+        try:
+            found[name] = _entry(group, name)
+        except MissingError:
+            continue
+    return found
 
 
 def wrong(group: str, name: str, what: str) -> ConfigError:
@@ -149,7 +163,7 @@ def _entry(group: str, name: str) -> Any:
 
 
 def _module(group: str, name: str, path: str) -> ModuleType:
-    """Raises: ConfigError if it cannot be imported."""
+    """Raises: MissingError if it needs an add-on that is not installed; ConfigError if it cannot be imported."""
     try:
         return import_module(path)
     except StrettoError:
@@ -157,6 +171,10 @@ def _module(group: str, name: str, path: str) -> ModuleType:
     except Exception as cause:
         from stretto.base.foreign import error_text, import_place
 
+        package = package_of(getattr(cause, "name", None) or "")
+        known = {package_of(value) for values in _found().values() for value in values.values()}
+        if package in known and find_spec(package) is None:
+            raise _missing(f"the add-on {package_of(path)}", f"the add-on {package}") from cause
         raise wrong(group, name, f"{import_place(cause)}: {error_text(cause)}") from cause
 
 

@@ -322,9 +322,11 @@ def _needed_add_ons(cfg: Any) -> Iterator[tuple[str, str, str]]:
         optim = getattr(holder, "optim", None)
         if optim is not None and optim.type not in ("adamw", "sgd"):
             yield "stretto.optimizers", optim.type, f'{path}optim.type = "{optim.type}"'
-    for name in {getattr(trainer, "backend", "fsdp"), *addons.registered("stretto.networks")} - {"fsdp"}:
-        if getattr(trainer, "backend", None) == name or getattr(trainer, name, None) is not None:
-            yield "stretto.networks", name, f'trainer.backend = "{name}"'
+    if (backend := getattr(trainer, "backend", "fsdp")) != "fsdp":
+        yield "stretto.networks", backend, f'{at}backend = "{backend}"'
+    for name in addons.registered("stretto.networks"):
+        if getattr(trainer, name, None) is not None:
+            yield "stretto.networks", name, f"[{at}{name}]"
     if getattr(orchestrator, "has_pools", False):
         from stretto.config.sections.curriculum import POOLS
 
@@ -333,10 +335,21 @@ def _needed_add_ons(cfg: Any) -> Iterator[tuple[str, str, str]]:
         from stretto.config.sections.orchestrator import ADAPTIVE
 
         yield "stretto.orchestrator", "concurrency", ADAPTIVE
-    for served in (cfg, getattr(cfg, "inference", None), getattr(cfg, "teacher_inference", None)):
-        choose = getattr(served, "chosen_engine", None)
+    yield from _needed_engines(cfg)
+
+
+def _needed_engines(cfg: Any) -> Iterator[tuple[str, str, str]]:
+    """The same of engines that are named, or that alone have a key that is set."""
+    from stretto.config.section import show
+
+    parts = {f"{key}.": getattr(cfg, key, None) for key in ("inference", "teacher_inference")}
+    parts |= {f"models.{name}.": each for name, each in getattr(cfg, "models", {}).items() if each.base_url is None}
+    for path, section in {"": cfg, **parts}.items():
+        choose = getattr(section, "chosen_engine", None)
         if choose is not None and (engine := choose(has_gpu=False)) != "embedded":
-            yield "stretto.engines", engine, f'[inference] engine = "{engine}", or a key that only it has,'
+            only = {"engine": engine} if section.engine == engine else section.vllm_only()
+            key, value = next(iter(only.items()))
+            yield "stretto.engines", engine, f"{path}{key} = {show(value)}"
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:

@@ -10,16 +10,21 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from stretto import verbs
+from stretto import addons, verbs
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.cli import run_command
 from stretto.config.load import shown_text
 from stretto.config.root import RLConfig, SFTConfig
 
+NEEDED = (("stretto.engines", "vllm"), ("stretto.routers", "vllm"), ("stretto.networks", "megatron"))
+"""What add-ons have whose flags and checkpoints this command reads."""
+
 
 def vime(words: list[str]) -> int:
     """Run the command; the exit status."""
+    for group, name in NEEDED:
+        addons.check(group, name, "`stretto vime`")
     if (word := verbs.word_after_help(words)) is not None:
         from stretto_vime.flags.pages import help_text
 

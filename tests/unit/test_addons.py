@@ -150,8 +150,19 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ("critic", [*PPO, "--dry-run"], "[trainer.critic] needs the add-on stretto_critic, which is not installed"),
         ("optimizers", ["--trainer.optim.type", "muon"], 'trainer.optim.type = "muon" needs the add-on stretto_optim'),
         ("routers", ["--inference.deployment.num-replicas", "2", "--dry-run"], "needs the add-on stretto_routers"),
-        ("vllm", ["--inference.engine", "vllm", "--dry-run"], "needs the add-on stretto_vllm"),
-        ("megatron", ["--trainer.backend", "megatron", "--dry-run"], "needs the add-on stretto_megatron"),
+        ("vllm", ["--inference.engine", "vllm"], 'inference.engine = "vllm" needs the add-on stretto_vllm'),
+        ("vllm", ["--inference.parallel.tp", "2"], "inference.parallel.tp = 2 needs the add-on stretto_vllm"),
+        (
+            "vllm",
+            ["--models.judge.model", "m", "--models.judge.engine", "vllm", "--dry-run"],
+            'models.judge.engine = "vllm" needs the add-on stretto_vllm',
+        ),
+        ("megatron", ["--trainer.backend", "megatron"], 'trainer.backend = "megatron" needs the add-on stretto_meg'),
+        (
+            "megatron",
+            ["--trainer.backend", "fsdp", "--trainer.megatron.pp", "2", "--dry-run"],
+            "[trainer.megatron] needs the add-on stretto_megatron",
+        ),
         ("families", ["--model.scratch.family", "nemotron_h", "--dry-run"], "needs the add-on stretto_families"),
         ("service", ["--service.url", "http://127.0.0.1:1"], "[service] needs the add-on stretto_service"),
         ("speculation", ["--inference.speculation.method", "ngram", "--dry-run"], "needs the add-on stretto_specul"),
@@ -177,7 +188,7 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ),
         ("vime", ["--orchestrator.hooks.sample-filter", "a:b"], "[orchestrator.hooks] needs the add-on stretto_vime"),
         ("vime", ["--trainer.hooks.init", "a:b", "--dry-run"], "[trainer.hooks] needs the add-on stretto_vime"),
-        ("vime", OF_SOURCE, "dataset: data_source or generate needs the add-on stretto_vime"),
+        ("vime", OF_SOURCE, "dataset: data_source needs the add-on stretto_vime"),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
     ],
 )
@@ -213,3 +224,14 @@ def test_an_add_on_whose_own_need_is_missing_says_so(tmp_path: Path) -> None:
     source = SCRIPT["copy_without"](["plan"], tmp_path, PARTS)
     [(code, _, err)] = told(source, ["doctor", *RUN[2:]]).values()
     assert code == 2 and "error: `stretto doctor` with a config needs the add-on stretto_plan, which is not" in err
+
+
+@pytest.mark.heavy
+def test_names_of_keys_that_need_a_missing_add_on_are_left_out(tmp_path: Path) -> None:
+    """Those of prime-rl need vLLM's; a run that has none of them is planned."""
+    source = SCRIPT["copy_without"](["vllm"], tmp_path, PARTS)
+    planned, refused = [*RUN, "--dry-run"], ["vime", "--hf-checkpoint", "m"]
+    said = told(source, planned, refused)
+    assert said[" ".join(planned)][0] == 0
+    code, _, err = said[" ".join(refused)]
+    assert code == 2 and "error: `stretto vime` needs the add-on stretto_vllm, which is not installed" in err

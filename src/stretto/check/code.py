@@ -130,9 +130,12 @@ def _check_dataset(args: dict[str, Any]) -> Iterator[Checked]:
             )
             next(records)
             yield "read", source
-    if args.get("data_source") or args.get("generate"):
-        yield from addons.load(HOOKS, "check", "dataset: data_source or generate").check_dataset_hooks(args)
-    reward = args.get("reward")
-    if isinstance(reward, str) and {":", "."} & set(reward) and scored_by(reward) is None:
-        Hook.load(reward, "dataset: reward", 2, form=REWARD_FORM)
-        yield "imported", reward
+    for key in ("data_source", "reward", "generate"):
+        path = args.get(key)
+        if not isinstance(path, str) or not {":", "."} & set(path) or (key == "reward" and scored_by(path) is not None):
+            continue
+        if key == "reward":
+            Hook.load(path, "dataset: reward", 2, form=REWARD_FORM)
+        else:
+            addons.load(HOOKS, "check", f"dataset: {key}").load_dataset_hook(key, path)
+        yield "imported", path

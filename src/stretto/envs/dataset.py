@@ -57,7 +57,8 @@ def dataset(path: str | list[str] | None = None, *, run: RunInfo | None = None, 
     source = Records(settings, run, build_arguments(settings, run))
     kind = Dataset
     if settings.generate is not None or settings.sample_hooks:
-        kind = addons.load("stretto.hooks", "dataset", "dataset: generate or sample_hooks")
+        key = "sample_hooks" if settings.generate is None else "generate"
+        kind = addons.load("stretto.hooks", "dataset", f"dataset: {key}")
     elif settings.apply_chat_template and all(map(is_built_in, settings.reward_names)) and not source.has_tools:
         kind = SingleTurnDataset
     return kind(settings, source)

@@ -6,7 +6,6 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.hooks import ENVIRONMENTS, HooksSection
@@ -103,14 +102,6 @@ def check_batch_hooks(section: HooksSection) -> Iterator[tuple[str, str]]:
     if (pattern := section.args.get("load_debug_rollout_data")) is not None:
         load_saved(pattern, 0)
         yield "read", str(pattern)
-
-
-def check_dataset_hooks(args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Import the functions that make samples of a `dataset` with these arguments. Raises: ConfigError."""
-    for key in ("data_source", "generate"):
-        if isinstance(path := args.get(key), str) and {":", "."} & set(path):
-            load_dataset_hook(key, path)
-            yield "imported", path
 
 
 def check_trainer_hooks(section: TrainerHooksSection) -> Iterator[tuple[str, str]]:

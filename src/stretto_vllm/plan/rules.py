@@ -130,8 +130,6 @@ def draft_keys(s: InferenceSection, at: At) -> Problems:
         yield from idle(at, _LOOKUP, f"{path}.method", why="it does not copy")
     if section.method != "suffix":
         yield from idle(at, [f"{path}.{key}" for key in _OF_SUFFIX], f"{path}.method", why="it has no tree of replies")
-    elif s.chosen_engine(has_gpu=False) == "vllm":
-        yield from idle(at, _LOOKUP, f"{path}.method", why="vLLM's suffix tree has keys of its own, suffix_decoding_*")
     if section.method in ("eagle", "eagle3") and section.model is None:
         model = at(f"{path}.model")
         yield Problem((method, model), f"{method} drafts with a model of its own; give {model.path}")
@@ -141,6 +139,8 @@ def draft_keys(s: InferenceSection, at: At) -> Problems:
     size, tp = at(f"{path}.draft_tensor_parallel_size"), at("parallel.tp")
     if section.draft_tensor_parallel_size not in (None, 1, s.parallel.tp):
         yield Problem((size, tp), f"{size} must be 1 or {tp}")
+    if section.method == "suffix" and s.chosen_engine(has_gpu=False) == "vllm":
+        yield from idle(at, _LOOKUP, f"{path}.method", why="vLLM's suffix tree has keys of its own, suffix_decoding_*")
 
 
 def drafts_of_vllm(s: InferenceSection, at: At) -> Problems:

@@ -84,3 +84,16 @@ def test_code_that_imports_vime_is_told_where_its_names_are(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"from_vime\.py:1: No module named 'vime'; import its names from stretto"):
         check_code(with_hooks(hooks={"init": "from_vime:init"}))
+
+
+def test_functions_of_a_dataset_are_imported_in_the_order_of_their_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_data.py").write_text("def one(args): ...\ndef two(args, sample): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    args = {"data_source": "of_data:one", "reward": "of_data:two", "generate": "of_data:two"}
+    for wrong in ("generate", "reward", "data_source"):
+        args[wrong] = "of_data:one" if wrong == "reward" else "of_data:two"
+        cfg = RLConfig.model_validate({"orchestrator": {"env": [{"id": "dataset", "args": args}]}})
+        with pytest.raises(ConfigError, match=f"^dataset: {wrong} = "):
+            check_user_code(cfg.orchestrator)
