@@ -184,9 +184,17 @@ def package_of(value: str) -> str:
 
 
 def object_at(value: str) -> Any:
-    """The object at `module:name`, or the module; it is imported now."""
+    """The object at `module:name`, or the module; it is imported now.
+
+    Raises: ConfigError if the module has no such object, or is not there.
+    """
     path, _, name = value.partition(":")
+    way = f"mend that, or uninstall the package {package_of(value)}"
+    if not path or find_spec(package_of(value)) is None:
+        raise ConfigError(f"an add-on names `{value}`, and there is no such package; {way}")
     module = import_module(path)
+    if name and not hasattr(module, name):
+        raise ConfigError(f"an add-on names `{value}`, and {path} has no {name}; {way}")
     return getattr(module, name) if name else module
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from stretto.base.errors import ConfigError, DataError, meant_path
 from stretto.config.reading.plain import PlainParser
-from stretto.families.table import FAMILIES, family_of
+from stretto.families.table import FAMILIES, check_installed, family_of
 from stretto_megatron.places import METADATA, POINTER, find_iteration, is_megatron
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ def _config_of(model: Path) -> ModelConfig:
     from stretto_megatron.names import OTHERWISE
 
     family = family_of(hub.read_json(model / "config.json"))
+    check_installed(family, f"{model}, of family {family},")
     if family not in FAMILIES:
         raise DataError(
             f"{model}: Megatron's checkpoints of a {family} cannot be read, for it has no modules here; {OTHERWISE}"

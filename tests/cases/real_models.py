@@ -40,15 +40,19 @@ def vision(text: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def glm5() -> dict[str, dict[str, Any]]:
+    """The variants of GLM-5 by name; none without the add-on that has the family."""
+    if (found := KNOWN.get("zai-org/GLM-5")) is None:
+        return {}
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    in_8_bits = found | {"quantization_config": quantization}
+    return {"zai-org/GLM-5.1-FP8": in_8_bits, "zai-org/GLM-5-FP8": in_8_bits, "zai-org/GLM-5.3-BF16": found}
+
+
 _QWEN3_4B = family("qwen3", **dense(36, 2560, 9728, 32), head_dim=128)
 MODELS = {
     **KNOWN,
-    "zai-org/GLM-5.1-FP8": KNOWN["zai-org/GLM-5-FP8"],
-    "zai-org/GLM-5-FP8": KNOWN["zai-org/GLM-5"]
-    | {
-        "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    },
-    "zai-org/GLM-5.3-BF16": KNOWN["zai-org/GLM-5"],
+    **glm5(),
     "zai-org/GLM-4.5-Air": family("glm4_moe"),
     "PrimeIntellect/INTELLECT-3-Base": family("glm4_moe"),
     "poolside/Laguna-XS-2.1": family("laguna"),
@@ -61,7 +65,6 @@ MODELS = {
     "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT": KNOWN["Qwen/Qwen3-0.6B"],
     "PrimeIntellect/Qwen3-1.7B-Wordle-SFT": family("qwen3", **dense(28, 2048, 6144, 16), head_dim=128),
 }  # fmt: skip
-MODELS["zai-org/GLM-5.1-FP8"] = MODELS["zai-org/GLM-5-FP8"]
 """By name on the Hub: its config.json."""
 
 

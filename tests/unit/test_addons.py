@@ -208,13 +208,23 @@ def test_a_model_or_data_of_a_missing_add_on_is_refused(tmp_path: Path) -> None:
     (source.parent / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     of_family = ["sft", "--model.name", "m", "--data.name", "a.jsonl", "--max-steps", "1", "--dry-run"]
     pairs = [*of_family, "--model.impl", "hf", "--data.type", "preference"]
-    said = told(source, of_family, [*of_family, "--model.impl", "hf"], pairs)
+    served = ["inference", "--model", "m", "--dry-run"]
+    embedded, planned = [*served, "--engine", "embedded"], ["plan", *of_family[1:-1]]
+    said = told(source, of_family, [*of_family, "--model.impl", "hf"], pairs, served, embedded, planned)
     code, _, err = said[" ".join(of_family)]
     assert (
         code == 2
         and "[model] name = 'm', of family afmoe, without impl = \"hf\" needs the add-on stretto_families, which" in err
     )
     assert "stretto_families" not in "".join(map(str, said[" ".join([*of_family, "--model.impl", "hf"])]))
+    for words, without in (
+        (served, 'without inference.engine = "vllm"'),
+        (embedded, 'with inference.engine = "embedded"'),
+    ):
+        code, _, err = said[" ".join(words)]
+        assert code == 2 and f"m, of family afmoe, {without} needs the add-on stretto_families, which" in err
+    code, _, err = said[" ".join(planned)]
+    assert code == 2 and "needs the add-on stretto_families, which" in err and 'impl = "custom"' not in err
     code, _, err = said[" ".join(pairs)]
     assert code == 2 and 'error: [data] type = "preference" needs the add-on stretto_preference' in err
 

@@ -11,6 +11,7 @@ from stretto.base.errors import ConfigError
 from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.sections.inference import InferenceSection
 from stretto.data.model_file import ModelFile
+from stretto.families.table import check_installed
 
 GROUP = "stretto.engines"
 Fault = tuple[str, str]
@@ -58,6 +59,7 @@ class _Embedded(Engine):
 
     def check_model(self, section: InferenceSection, model: ModelFile, name: str, *, is_cpu: bool) -> None:
         if not model.is_own:
+            check_installed(model.family, f'{name}, of family {model.family}, with inference.engine = "embedded"')
             raise ConfigError(
                 f'{name}: inference.engine = "embedded" has no {model.family}; set "vllm", or leave it out'
             )

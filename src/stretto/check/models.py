@@ -395,6 +395,8 @@ def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
         return
     if here.is_classifier:
         addons.check("stretto.inference", "scorer", f"{name}, a reward model,")
+    if is_cpu and needs_vllm(section, name):
+        check_installed(here.family, f'{name}, of family {here.family}, without inference.engine = "vllm"')
     engine = engine_of(section, f"{name}: vLLM", has_gpu=not is_cpu, is_own=here.is_own)
     engine.check_model(section, here, name, is_cpu=is_cpu or section.device == "cpu")
 

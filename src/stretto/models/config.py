@@ -12,7 +12,7 @@ from stretto.base.errors import DataError
 from stretto.families.family import Family, Keys, scratch_rope
 from stretto.families.rope_keys import parse_rope, rope_to_hf
 from stretto.families.shape import ModelConfig, MoEShape
-from stretto.families.table import FAMILIES, family_of
+from stretto.families.table import FAMILIES, check_installed, family_of
 from stretto.families.values import wrong_values
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def parse_config(hf: dict[str, Any], where: str) -> ModelConfig:
     """
     family = FAMILIES.get(family_of(hf))
     if family is None:
+        check_installed(family_of(hf), f"{where}: model_type = {hf.get('model_type')!r}")
         known = ", ".join(sorted(FAMILIES))
         raise DataError(
             f'{where}: model_type = {hf.get("model_type")!r} is not supported by impl = "custom" (known: {known}); '

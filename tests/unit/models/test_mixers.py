@@ -11,6 +11,7 @@ import torch
 from engine_runs import VOCAB, ask, build_core, packed_logprobs, prompt, run
 from torch import nn
 
+from stretto.base.errors import ConfigError
 from stretto.config.sections.model import ScratchSection
 from stretto.families.shape import ATTENTION, NO_MIXER, Mixer
 from stretto.models import hub
@@ -126,3 +127,10 @@ def test_an_engine_computes_what_the_decoder_does(mixers):
         for completion in completions:
             expected = packed_logprobs(model, np.concatenate((each, completion.token_ids)))[len(each) - 1 :]
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("module", ["stretto.models.decoder:Missing", "no_such_package.mix:Mixer", ""])
+def test_a_mixer_whose_code_is_not_there_is_named(module):
+    cfg = scratch_config(ScratchSection(num_layers=1), VOCAB)
+    with pytest.raises(ConfigError, match=f"an add-on names `{module}`.* uninstall the package"):
+        Decoder(replace(cfg, mixers=(Mixer("own", module),)))
