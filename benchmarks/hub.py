@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from stretto.config.root import ServeConfig
 from stretto.records.sample import MicroBatch
+from stretto_service.config import ServeConfig
 from stretto_service.main import SWITCH_S, build
 from stretto_service.requests import protobuf
 from stretto_service.wires import service

@@ -31,7 +31,7 @@ from stretto.base.runtime import keep_freed_memory
 from stretto.config.sections.model import ModelSection, ScratchSection
 from stretto.models.hub import random_model
 from stretto.records.sample import MicroBatch
-from stretto_service.tenants.tenants import Tenants, service_model
+from stretto_service.tenants.tenants import Tenants
 from stretto_service.training.scheduler import Request, Share, TrainQueue
 from stretto_service.wires.operations import (
     CreateTenant,
@@ -73,7 +73,7 @@ def row(tenant: int, num_documents: int, num_tokens: int) -> MicroBatch:
 
 
 def build(num: int, folder: Path | None = None) -> Tenants:
-    model = service_model(ModelSection(dtype="float32", optimization_dtype="float32"))
+    model = ModelSection(dtype="float32", optimization_dtype="float32")
     tenants = Tenants(random_model(SHAPE, VOCAB), model=model, swap_folder=folder)
     for tenant in range(num):
         spec = TenantSpec(name=str(tenant), rank=RANK, seed=tenant)

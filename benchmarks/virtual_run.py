@@ -231,7 +231,7 @@ async def run(spec: Spec) -> Row:
         hooks = load_hooks(trainer.hooks)
         learner = build_learner(trainer, Path(cfg.model.name), hooks)
         assert cfg.max_steps is not None
-        ends = Trainer(Updates(learner, trainer, None, hooks=hooks), weights, spec, row, cfg.max_steps)
+        ends = Trainer(Updates(learner, trainer, hooks=hooks), weights, spec, row, cfg.max_steps)
         wires = Wires(engine, ends, ends)  # type: ignore[arg-type]
         loop = build_loop(orchestrator, wires, renderer, starting_point(orchestrator), stack, code)
         await loop.run()

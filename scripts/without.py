@@ -38,6 +38,7 @@ TESTS = {
         "tests/wires/test_teacher_process.py",
         "tests/e2e/beside",
         "tests/e2e/learning/test_distillation_runs.py",
+        "tests/addons/preference/test_scorer.py",
     ),
     "families": (
         "tests/dist/test_meshes.py",

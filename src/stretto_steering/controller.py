@@ -50,7 +50,7 @@ EVENT = "steering"
 MEMORY = 24  # decisions after which what was measured of a level is forgotten
 MOST_WEIGHT = 6  # measurements of a level that count; of more the older ones fade
 LARGE_WAIT = 1 / 3
-DOUBT = 2  # standard errors by which the gain of a level must be too small
+DOUBT = 2.5  # standard errors by which the gain of a level must be too small
 MOST_TIMES = 4  # the level that one decision goes up to, at most: what older tokens are worth is only estimated
 EARLY_STEPS = 4
 NUM_UPDATES = 9  # the latest updates whose median cost counts
@@ -366,13 +366,15 @@ class Steering:
         return None
 
     def _down_by_ess(self, ess: float) -> tuple[int, int, str]:
-        """To where the effective sample size should be above min_ess."""
+        """To where the effective sample size should be above min_ess, but no lower than half the level at once."""
         rung, interval, least = self._rung, self.update_interval, self._least_interval
         if rung == 0 and interval == least:
             return 0, interval, f"ess is below min_ess = {self.cfg.min_ess:g} at the lowest level"
         self._fail(self._setting(rung))
         highest = rung if interval > least else rung - 1
-        lower_rungs = (each for each in range(highest, 0, -1) if self._is_worth(self._level_at(each, least), ess))
+        half = (self.level + 1) // 2  # a few steps say little, and the way back up is long
+        levels = {each: self._level_at(each, least) for each in range(highest, 0, -1)}
+        lower_rungs = (rung for rung, level in levels.items() if self._is_worth(level, ess) or level <= half)
         return next(lower_rungs, 0), least, f"ess is below min_ess = {self.cfg.min_ess:g}"
 
     def _known_below(self, rung: int, interval: int) -> tuple[int, int, str] | None:
@@ -495,14 +497,16 @@ class Steering:
 
     def _promise(self, rung: int, waited: float, ess: float) -> float:
         """What a higher rung should give of effective tokens per second, relative to the current one, where each level
-        counts min_gain: what it has given, if that is known. Else rollouts per second grow with those in flight, as
-        long as the trainer waits.
+        counts min_gain. Rollouts per second grow with those in flight, as long as the trainer waits, if what the rung
+        has given is not less for sure.
         """
         level = self._level_at(rung, self.update_interval)
         fee = (1 + self.cfg.min_gain) ** (self.level - level)
         own, known = (self._speed_of(self._setting(each)) for each in (self._rung, rung))
         if own is not None and known is not None and own.mean > 0:
-            return fee * known.mean / own.mean
+            given = fee * known.mean / own.mean
+            if given * math.exp(DOUBT * math.hypot(own.error, known.error)) < 1:
+                return given
         faster = min((level + 1) / (self.level + 1), 1 / max(1 - waited, 0.05))
         fresher = max(ess, 1e-9) ** (self.cfg.ess_power * (level / self.level - 1))
         return float(faster * fresher * fee)

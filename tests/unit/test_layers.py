@@ -120,6 +120,7 @@ BELOW = {
     "stretto_start": {"state", "base", "config", "data", "signals"},
     "stretto_repair": {"base", "envs", "records", "stretto_sandbox"},
     "stretto_frozen": {
+        "addons",  # who serves a reward model
         "base",
         "chat",
         "check",
@@ -630,3 +631,41 @@ def test_test_files_have_one_name_each():
     """pytest imports them by their names alone."""
     names = [path.name for path in (SOURCE.parents[1] / "tests").rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
+
+
+@cache
+def named_in(module: str) -> set[str] | None:
+    """The names that a module of ours has at its head, and its parts; None if there is no such module."""
+    path = SOURCE.parent / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.exists():
+        return {part.stem for part in path.iterdir()} if path.is_dir() else None
+    found = {part.stem for part in path.iterdir()} if path.is_dir() else set()
+    for node in ast.walk(syntax.tree_of(file)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found |= {alias.asname or alias.name for alias in names}
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def test_programs_beside_the_package_import_what_is_there() -> None:
+    """No run of tests starts the benchmarks, so what they import must be found without one."""
+    root, parts = SOURCE.parents[1], ("benchmarks", "scripts", "examples", "tests/gpu")
+    files = [file for part in parts for file in (root / part).rglob("*.py")]
+    imports = [
+        (file, node.lineno, node.module, alias.name)
+        for file in files
+        for node in ast.walk(syntax.tree_of(file))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0].startswith("stretto")
+        for alias in node.names
+    ]
+    missing = [
+        f"{file.relative_to(root)}:{line}: {module} has no {name}"
+        for file, line, module, name in imports
+        if name not in (named_in(module or "") or ())
+    ]
+    assert len(imports) > 300 and not missing

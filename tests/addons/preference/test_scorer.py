@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import ClientSession, web
-from stretto.launch.plan.models import with_chosen_engines
-from stretto.orchestrator.models import open_models
+from processes.add_ons import needs
 from tiny import build_policy
 
 from stretto.base.errors import ConfigError, EngineError
@@ -23,9 +22,11 @@ from stretto.config.sections.distill import FrozenModelPlace
 from stretto.config.sections.model import ScratchSection
 from stretto.envs.base import RunInfo, load_environment
 from stretto.envs.workers.pool import open_workers
+from stretto.launch.plan.beside import engines_beside
 from stretto.models import hub
 from stretto.models.attention import PackedLayout
 from stretto.models.value_head import HEAD_NAME, SCORE_NAME, classification_config, load_value_model, with_value_head
+from stretto_frozen.clients import open_models
 from stretto_preference.scorer import ScoreServer, score_texts
 
 SCRATCH = ScratchSection(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
@@ -178,14 +179,16 @@ def test_a_language_model_has_no_score(reward_model):
     asyncio.run(ask())
 
 
+@needs("frozen")
 def test_a_reward_model_is_served_without_vllm(reward_model, tmp_path):
     from stretto.config.root import RLConfig
 
     base = {"max_steps": 1, "output_dir": str(tmp_path), "orchestrator": {"env": [{"id": "sort-letters"}]}}
     root = lambda **keys: RLConfig.model_validate(base | {"models": {"rm": {"model": str(reward_model), **keys}}})
-    assert with_chosen_engines(root()).models["rm"].engine == "embedded"
+    chosen = lambda cfg: engines_beside(cfg).with_engines(cfg)
+    assert chosen(root()).models["rm"].engine == "embedded"
     with pytest.raises(ConfigError, match=r"start `vllm serve .*` yourself and give its address as models.rm.base_url"):
-        with_chosen_engines(root(engine="vllm"))
+        chosen(root(engine="vllm"))
 
 
 def test_texts_of_any_lengths_are_scored_in_one_pass():
