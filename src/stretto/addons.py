@@ -10,8 +10,8 @@ wrote at the installation may be older. A distribution with add-ons has a name t
     stretto.names         what `stretto.NAME` is in Python
     stretto.verbs         verb -> function of its words
     stretto.config_verbs  verb with a configuration -> a `ConfigVerb`
-    stretto.rules         class of a section -> a module with RULES, and perhaps DOUBTS, as config/rules has, for
-                          configs that have one
+    stretto.rules         class of a section, or it and a dot and a word -> a module with RULES, and perhaps DOUBTS, as
+                          config/rules has, for configs that have one
     stretto.orchestrator  steering -> a module, diagnosis, concurrency -> a class, as orchestrator/run/parts.py says;
                           curriculum -> a function that builds a `orchestrator.tasks.order.Curriculum`
     stretto.sft           type of [data] of `sft` with a learner of its own -> a module with load_policy, load_rows,

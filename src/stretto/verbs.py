@@ -14,7 +14,7 @@ from stretto.signals import restore_python_signals, unwind_at_signals
 
 TYPE_CHECKING = False  # typing is not imported: a command should start fast
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import Any
 
     from stretto.addons import ConfigVerb
@@ -260,7 +260,9 @@ def run_config_verb(verb: str, words: list[str], command: str) -> int:
     os.environ.update(cfg.env_vars)  # before torch is imported
     if cfg.print_config:
         return print_config(cfg)
-    _check_add_ons(cfg)
+    from stretto.check.add_ons import check_add_ons
+
+    check_add_ons(cfg)
     if cfg.dry_run and verb != "inference":  # its dry run may be a plan of several processes
         return show_dry_run(verb, cfg)
     if tool is not None and not cfg.dry_run:
@@ -283,73 +285,6 @@ def _load(verb: str, words: list[str], command: str) -> RunRoot:
         if shows:
             sys.stderr.write("\x1b[K")
             sys.stderr.flush()
-
-
-SECTIONS = (
-    ("slurm", "stretto.launchers", "slurm"),
-    ("ray", "stretto.launchers", "ray"),
-    ("service", "stretto.services", "client"),
-    ("trainer.critic", "stretto.valuers", "critic"),
-    ("orchestrator.steering", "stretto.orchestrator", "steering"),
-    ("orchestrator.hooks", "stretto.hooks", "batches"),
-    ("trainer.hooks", "stretto.hooks", "trainer"),
-)
-"""Path of a section that is an add-on's, the group of entry points that has it, and its name there."""
-
-
-def _check_add_ons(cfg: RunRoot) -> None:
-    """Raises: ConfigError if a section, or a kind of one, needs an add-on that is not installed."""
-    for group, name, needed_by in _needed_add_ons(cfg):
-        addons.check(group, name, needed_by)
-
-
-def _needed_add_ons(cfg: Any) -> Iterator[tuple[str, str, str]]:
-    """Group and name of entry points that a config needs, and what needs them."""
-    is_run = type(cfg).__name__ == "RLConfig"
-    trainer, orchestrator, at = (cfg.trainer, cfg.orchestrator, "trainer.") if is_run else (cfg, cfg, "")
-    for path, group, name in SECTIONS:
-        room, _, key = path.rpartition(".")
-        holder = getattr(cfg, room) if is_run and room else cfg
-        section = getattr(holder, key, None)
-        if section is not None and section != type(holder).model_fields[key].default:
-            yield group, name, f"[{path if is_run else key}]"
-    if (broadcast := getattr(cfg, "weight_broadcast", None)) is not None:
-        if broadcast.type not in ("shm", "filesystem"):
-            yield "stretto.weights", broadcast.type, f'weight_broadcast.type = "{broadcast.type}"'
-        if broadcast.delta is not None:
-            yield "stretto.weights", "delta", "[weight_broadcast.delta]"
-    for path, holder in ((at, trainer), (f"{at}critic.", getattr(trainer, "critic", None))):
-        optim = getattr(holder, "optim", None)
-        if optim is not None and optim.type not in ("adamw", "sgd"):
-            yield "stretto.optimizers", optim.type, f'{path}optim.type = "{optim.type}"'
-    if (backend := getattr(trainer, "backend", "fsdp")) != "fsdp":
-        yield "stretto.networks", backend, f'{at}backend = "{backend}"'
-    for name in addons.registered("stretto.networks"):
-        if getattr(trainer, name, None) is not None:
-            yield "stretto.networks", name, f"[{at}{name}]"
-    if getattr(orchestrator, "has_pools", False):
-        from stretto.config.sections.curriculum import POOLS
-
-        yield "stretto.orchestrator", "curriculum", POOLS
-    if getattr(getattr(orchestrator, "concurrency", None), "type", None) == "adaptive":
-        from stretto.config.sections.orchestrator import ADAPTIVE
-
-        yield "stretto.orchestrator", "concurrency", ADAPTIVE
-    yield from _needed_engines(cfg)
-
-
-def _needed_engines(cfg: Any) -> Iterator[tuple[str, str, str]]:
-    """The same of engines that are named, or that alone have a key that is set."""
-    from stretto.config.section import show
-
-    parts = {f"{key}.": getattr(cfg, key, None) for key in ("inference", "teacher_inference")}
-    parts |= {f"models.{name}.": each for name, each in getattr(cfg, "models", {}).items() if each.base_url is None}
-    for path, section in {"": cfg, **parts}.items():
-        choose = getattr(section, "chosen_engine", None)
-        if choose is not None and (engine := choose(has_gpu=False)) != "embedded":
-            only = {"engine": engine} if section.engine == engine else section.vllm_only()
-            key, value = next(iter(only.items()))
-            yield "stretto.engines", engine, f"{path}{key} = {show(value)}"
 
 
 def _own_flags(verb: str, words: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from stretto.base import rundir
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.check import nodes as node_checks
+from stretto.check.add_ons import check_add_ons
 from stretto.check.backend import check_trainer_python
 from stretto.check.code import check_sft_records, check_user_code
 from stretto.check.models import check_model, check_reward_model, check_served, check_trainable, models_of
@@ -78,6 +79,7 @@ def check_fit(cfg: Config) -> str:
 
     Raises: ConfigError with the first reason why it cannot start.
     """
+    check_add_ons(cfg)
     if isinstance(cfg, RLConfig):
         plan = check_here(cfg)
         return f"{len(plan.processes)} processes on {machines(len(plan.hosts) or 1)}; {plan.batch}"

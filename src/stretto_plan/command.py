@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import ConfigError
+from stretto.check.add_ons import check_add_ons
 from stretto.config.load import load
 from stretto.config.reading.plain import PlainParser
 from stretto.config.root import RLConfig, SFTConfig
@@ -51,6 +52,7 @@ def plan(words: Sequence[str]) -> int:
     except ConfigError:
         parser.refuse_near(rest)
         raise
+    check_add_ons(cfg)
     setup = build_setup(cfg, gpu=args.gpu, model_config=args.model_config)
     memories = all_memory(setup)
     found: dict[str, Any] = {"setup": report.setup_json(setup)}

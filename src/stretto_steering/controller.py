@@ -1,10 +1,10 @@
 """Steers how far generation is ahead, and how often engines get new weights, for most effective tokens per second.
 
-The key is [orchestrator.steering]. Levels are the rungs of a ladder: 1, 2, 3, 4, 6, 8, 12, 16 and so on, between
-the bounds. If engines get a version after k more steps than weight_broadcast.interval has, the level is k above the
-rung, up to max_level, so that generation overlaps with training as much as before. After a change the steps in which it
-takes effect are left out; then `interval` steps are measured, a round at least, and one decision is made, earlier if it
-is plain:
+The key is [orchestrator.steering]. Levels are the rungs of a ladder: 1, 2, 3, 4, 6, 8, 12, 16 and so on, between the
+bounds, and the one at which a run starts. If engines get a version after k more steps than weight_broadcast.interval
+has, the level is k above the rung, up to max_level, so that generation overlaps with training as much as before.
+After a change the steps in which it takes effect are left out; then `interval` steps are measured, a round at least,
+and one decision is made, earlier if it is plain:
 
     effective sample size below min_ess      down to where it should be above, if its logarithm grows with the level
     the interval does not earn its gain      a lower one; tried again after `retry` decisions, then twice as many
@@ -213,13 +213,12 @@ class Steering:
 
     def __init__(self, cfg: SteeringSection, level: int, interval: int = 1, *, least_interval: int = 1) -> None:
         """least_interval: weight_broadcast.interval."""
-        self.cfg, self.rungs = cfg, ladder(cfg.min_level, cfg.max_level)
+        self.cfg = cfg
         self.update_interval, self._least_interval = interval, least_interval
         self._most_interval = max(cfg.max_update_interval or least_interval, least_interval)
-        rung = level - (interval - least_interval)
-        is_highest = level >= cfg.max_level
-        reached = [i for i, each in enumerate(self.rungs) if each <= max(rung, self.rungs[0])]
-        self._rung = self._top(interval) if is_highest else max(reached)
+        is_highest, start = level >= cfg.max_level, max(level - (interval - least_interval), cfg.min_level)
+        self.rungs = ladder(cfg.min_level, cfg.max_level, start)
+        self._rung = self._top(interval) if is_highest else self.rungs.index(start)
         self.costs = UpdateCosts()
         self._num_decisions = 0
         self._speeds: dict[Setting, Speed] = {}
@@ -483,10 +482,11 @@ class Steering:
         """Whether to look at the rung below, of which nothing is known. Where the trainer plainly waits, only if this
         level, measured twice, has not given what it must over the next one that is known, or the first round's.
         """
-        speeds = {each: self._speed_of((each, self.update_interval)) for each in self.rungs[: self._rung]}
-        means = {each: speed.mean for each, speed in speeds.items() if speed is not None}
-        if not speeds or self.rungs[self._rung - 1] in means:
+        interval = self.update_interval
+        speeds = [self._speed_of((each, interval)) for each in self.rungs[: self._rung]]
+        if not speeds or speeds[-1] is not None:
             return False
+        means = {self._level_at(at, interval): speed.mean for at, speed in enumerate(speeds) if speed is not None}
         if not means and self._first is not None:
             means = {self._first.level_before: self._first.effective_tokens_per_s}
         if waited <= LARGE_WAIT or not means:
@@ -532,9 +532,9 @@ class Steering:
         self._blocked_until[setting] = self._num_decisions + self.cfg.retry * 2 ** (failures - 1)
 
 
-def ladder(low: int, high: int) -> list[int]:
-    """The levels from low to high: 1, 2, 3, 4, 6, 8, 12, 16, ..., and both bounds."""
-    rungs, power = {1, 2, 3, high, low}, 4
+def ladder(low: int, high: int, start: int) -> list[int]:
+    """The levels from low to high: 1, 2, 3, 4, 6, 8, 12, 16, ..., both bounds, and where a run starts."""
+    rungs, power = {1, 2, 3, high, low, start}, 4
     while power <= high:
         rungs |= {power, power * 3 // 2}
         power *= 2

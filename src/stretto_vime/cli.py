@@ -13,6 +13,7 @@ from pathlib import Path
 from stretto import addons, verbs
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
+from stretto.check.add_ons import check_add_ons
 from stretto.cli import run_command
 from stretto.config.load import shown_text
 from stretto.config.root import RLConfig, SFTConfig
@@ -44,6 +45,7 @@ def vime(words: list[str]) -> int:
     for place, run in states.items():
         _write_state(place, run, model, is_dry_run=cfg.dry_run)
     try:
+        check_add_ons(cfg)
         if cfg.dry_run:
             return verbs.show_dry_run("rl" if isinstance(cfg, RLConfig) else "sft", cfg)
         return verbs.run_rl(cfg, words) if isinstance(cfg, RLConfig) else _fine_tune(cfg)

@@ -28,6 +28,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUN = ["rl", "@", "examples/reverse_text/rl.toml"]
 LORA_RUN = ["rl", "@", "examples/service/rl.toml"]
 PPO = ["--orchestrator.algo.type", "ppo", "--trainer.advantages.type", "gae", "--trainer.critic.lr", "1e-3"]
+POOLS = ["--orchestrator.curriculum.sampler.type", "difficulty_pool"]
 OF_SOURCE = ["--orchestrator.env", json.dumps([{"id": "dataset", "args": {"data_source": "a:b"}}]), "--dry-run"]
 AFMOE = {
     "model_type": "afmoe", "architectures": ["AfmoeForCausalLM"], "vocab_size": 40, "hidden_size": 32,
@@ -183,7 +184,7 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ),
         (
             "curriculum",
-            ["--orchestrator.curriculum.sampler.type", "difficulty_pool", "--dry-run"],
+            [*POOLS, "--dry-run"],
             'curriculum.sampler.type = "difficulty_pool" needs the add-on stretto_curriculum',
         ),
         ("vime", ["--orchestrator.hooks.sample-filter", "a:b"], "[orchestrator.hooks] needs the add-on stretto_vime"),
@@ -197,6 +198,30 @@ def test_a_config_that_needs_a_missing_add_on_says_so(name: str, flags: list[str
     command = [*(LORA_RUN if name == "service" else RUN), *flags]
     [(code, _, err)] = told(source, command).values()
     assert code == 2 and said in err
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("name", "flags", "needed_by"),
+    [
+        ("critic", [*PPO, "--orchestrator.group-size", "1"], "[trainer.critic]"),
+        (
+            "curriculum",
+            ["--orchestrator.curriculum.sampler.type", "difficulty_pool"],
+            'curriculum.sampler.type = "difficulty_pool"',
+        ),
+        ("frozen", ["--models.judge.base-url", "http://127.0.0.1:1/v1"], "[models.judge]"),
+        ("optimizers", ["--trainer.optim.type", "muon"], 'trainer.optim.type = "muon"'),
+    ],
+)
+def test_plan_and_doctor_say_what_a_dry_run_says_of_a_missing_add_on(
+    name: str, flags: list[str], needed_by: str, tmp_path: Path
+) -> None:
+    source = SCRIPT["copy_without"]([name], tmp_path, PARTS)
+    said = f"{needed_by} needs the add-on stretto_{name}, which is not installed"
+    plan, doctor = told(source, ["plan", *RUN[1:], *flags], ["doctor", *RUN[1:], *flags]).values()
+    assert plan[0] == 2 and said in plan[2] and not plan[1]
+    assert doctor[0] == 1 and said in " ".join(doctor[1].split())
 
 
 @pytest.mark.heavy

@@ -20,7 +20,7 @@ from stretto.monitors.file import read_metrics
 from stretto.orchestrator.main import build_bounds
 from stretto.orchestrator.versions.loader import VersionLoader
 from stretto_steering.concurrency import build_limit
-from stretto_steering.controller import Steering, within
+from stretto_steering.controller import Speed, Steering, within
 
 STEPS = 200
 
@@ -286,6 +286,15 @@ def test_a_level_is_told_and_weighed_as_it_is_and_not_as_its_rung():
         found.append(chosen.level)
         reasons.append("" if decision is None else decision.reason)
     assert 8 in found and "level 8 gives -5% over level 7 and must give +4%" in reasons
+
+
+@pytest.mark.parametrize(("gain", "is_doubted"), [(1.11, False), (1.05, True)])
+def test_a_level_earns_its_gain_over_a_level_and_not_over_a_rung(gain, is_doubted):
+    """With every fourth version the rungs 2 and 4 are the levels 5 and 7, so 1.08 is enough, and not 1 + 0.04 * 5."""
+    chosen = Steering(SteeringSection(max_update_interval=4, max_level=16), 7, 4)
+    chosen._speeds[2, 4] = Speed(effective=1000.0, seconds=10.0, steps=10.0, num=1)
+    chosen._speeds[4, 4] = Speed(effective=1000.0 * gain, seconds=10.0, steps=10.0, num=2)
+    assert chosen._may_be_as_good(waited=0.5) == is_doubted
 
 
 def test_updates_that_cost_the_slower_side_much_are_made_rarely():

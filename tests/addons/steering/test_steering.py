@@ -240,8 +240,18 @@ def test_unequal_steps_condemn_hardly_ever_a_level_that_is_faster():
     assert num_condemned <= 2
 
 
-def test_the_ladder_has_both_bounds():
-    assert ladder(1, 8) == [1, 2, 3, 4, 6, 8] and ladder(2, 5) == [2, 3, 4, 5] and ladder(1, 1) == [1]
+def test_the_ladder_has_both_bounds_and_the_start():
+    assert ladder(1, 8, 1) == [1, 2, 3, 4, 6, 8] and ladder(2, 5, 3) == [2, 3, 4, 5] and ladder(1, 1, 1) == [1]
+    assert ladder(1, 8, 5) == [1, 2, 3, 4, 5, 6, 8]
+
+
+@pytest.mark.parametrize("level", range(1, 13))
+def test_a_run_is_steered_from_the_level_at_which_it_starts(level):
+    """Else a decision that nothing changes would leave the run at another level than the one that it names."""
+    steering = Steering(SteeringSection(max_level=12, max_update_interval=3), level)
+    assert steering.level == level and Steering(SteeringSection(max_level=12), min(level + 2, 12), 3).level == min(
+        level + 2, 12
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,7 @@ WRONG = {
         'engine = "vllm"\n[speculation]\nmethod = "eagle"\nmodel = "x"\ndraft_tensor_parallel_size = 3',
         "must be 1 or parallel.tp = 1"),
     "a draft model's parallelism beside lookups, where neither does anything": (
-        'engine = "vllm"
-[speculation]
-prompt_lookup_min = 2
-draft_tensor_parallel_size = 3',
+        'engine = "vllm"\n[speculation]\nprompt_lookup_min = 2\ndraft_tensor_parallel_size = 3',
         "it has no draft model"),
     "masks of tokens that were drafted": (
         'engine = "vllm"\nenable_return_sampling_mask = true\n[speculation]\nmethod = "ngram"',

@@ -43,8 +43,15 @@ def check(root: Section) -> list[Problem]:
 def _of_add_ons(walked: Iterable[tuple[Section, str]]) -> list[ModuleType]:
     """The modules of add-ons for the classes of these sections."""
     classes = {cls.__name__ for section, _ in walked for cls in type(section).__mro__}
-    found = {addons.registered(GROUP)[name]: _module(name) for name in addons.offers(GROUP) if name in classes}
+    found = {
+        addons.registered(GROUP)[name]: _module(name) for name in addons.offers(GROUP) if _class_of(name) in classes
+    }
     return list(found.values())
+
+
+def _class_of(name: str) -> str:
+    """The class of section that an entry point is about; what comes after a dot tells it from another package's."""
+    return name.partition(".")[0]
 
 
 @cache
