@@ -402,6 +402,8 @@ def _check_writable(path: Path) -> None:
         raise unusable(path, cause) from cause
     if not above.is_dir():
         raise unusable(path, NotADirectoryError())
+    if os.statvfs(above).f_flag & os.ST_RDONLY:
+        raise unusable(path, OSError(errno.EROFS, os.strerror(errno.EROFS)))
     if not os.access(above, os.W_OK | os.X_OK):
         raise unusable(path, PermissionError())
 

@@ -8,6 +8,7 @@ Hub (hub.py). No line is skipped: the first line that is not a JSON object is an
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -196,6 +197,8 @@ def from_json(text: bytes | str, where: str) -> Any:
     """
     if isinstance(text, bytes) and (kind := next((each for each in PACKED if text.startswith(each)), None)):
         raise DataError(f"{where}: not text but {PACKED[kind]}")
+    if isinstance(text, bytes) and b"\0" in text and not text.strip(b"\0 \t\r\n"):
+        raise DataError(f"{where}: zero bytes in place of text, as after a power cut; copy or write the file again")
     if isinstance(text, bytes) and b"\0" in text[:4]:
         raise DataError(f"{where}: not UTF-8 text but UTF-16; convert it: iconv -f utf-16 -t utf-8 OLD > NEW")
     try:
@@ -217,7 +220,7 @@ def _read_file(file: Path) -> Iterator[Record]:
         return
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
+            if line.removeprefix(codecs.BOM_UTF8).strip():
                 where = Place(f"{file}:{number}", file.parent)
                 row = from_json(line, where)
                 if not isinstance(row, dict):

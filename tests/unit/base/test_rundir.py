@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -10,6 +11,19 @@ import pytest
 from stretto.base import rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+
+STATVFS = (
+    "f_bsize",
+    "f_frsize",
+    "f_blocks",
+    "f_bfree",
+    "f_bavail",
+    "f_files",
+    "f_ffree",
+    "f_favail",
+    "f_flag",
+    "f_namemax",
+)
 
 NEW = {"resume": False, "step": None, "clean": False}
 
@@ -66,3 +80,11 @@ def test_a_directory_that_is_no_run_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists in"):
         rundir.claim(RunDir(tmp_path), **NEW)
     assert (tmp_path / "metrics").is_dir()
+
+
+def test_a_file_system_that_is_read_only_is_not_a_missing_permission(tmp_path: Path, monkeypatch) -> None:
+    real = os.statvfs(tmp_path)
+    values = [os.ST_RDONLY if name == "f_flag" else getattr(real, name) for name in STATVFS]
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
+    with pytest.raises(ConfigError, match="read-only file system; give another output_dir"):
+        rundir._check_writable(tmp_path / "run")

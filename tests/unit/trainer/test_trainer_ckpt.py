@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import shutil
@@ -343,6 +344,23 @@ def test_a_write_that_fails_beside_training_is_reported_and_leaves_nothing(tmp_p
         with pytest.raises(OSError, match="no space"):
             saver.wait()
     assert not (run.checkpoint(1) / "trainer").exists()
+
+
+def test_a_disk_that_fills_within_an_archive_is_the_systems_error_and_not_torchs(tmp_path, monkeypatch):
+    def write_data(*_):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")  # as the archive says where it is closed
+
+    monkeypatch.setattr(slice_files.dcp.FileSystemWriter, "write_data", write_data)
+    learner = train(build_learner(), 1)
+    saver = checkpoint.Saver(
+        RunDir(tmp_path), is_async=False, on_written=lambda step: pytest.fail("it was not written")
+    )
+    with pytest.raises(OSError, match="No space left") as caught:
+        saver.save(learner)
+    assert caught.value.errno == errno.ENOSPC and "step_1" in caught.value.filename
 
 
 def test_every_so_many_steps_a_checkpoint_stays(tmp_path):

@@ -151,7 +151,7 @@ def _call_on_all(function: Callable[[], T], kind: Any, group: Any) -> list[T]:
     try:
         result = function()
     except Exception as cause:
-        result, error = None, cause
+        result, error = None, _failed_write(cause)
     answer = None if error is None else _reason(error), result
     answers: list[tuple[str | None, Any]] = exchange.gather(answer, tuple[str | None, kind], group)
     if error is not None:
@@ -160,6 +160,12 @@ def _call_on_all(function: Callable[[], T], kind: Any, group: Any) -> list[T]:
         if why is not None:
             raise EngineError(f"trainer rank {rank} could not write its part of the checkpoint: {why}")
     return [result for _, result in answers]
+
+
+def _failed_write(error: Exception) -> Exception:
+    """The system's error behind one of torch: its archive, closed after a write that failed, raises another over it."""
+    under = error.__context__
+    return under if isinstance(error, RuntimeError) and isinstance(under, OSError) else error
 
 
 def _item_of(name: str, part: TensorSlice) -> _Item:
