@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import email.message
 import email.parser
 import os
@@ -13,9 +14,11 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
+import syntax
 
 import stretto
 
@@ -205,3 +208,41 @@ def test_an_installation_without_the_repository_runs_the_demo(wheel, tmp_path):
     runs = tmp_path / "here" / "runs"
     assert {path.name for path in runs.iterdir()} == {"sort-letters", "sort-letters-sft"}
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["runs"]
+
+
+@cache
+def named_in(module: str) -> set[str] | None:
+    """The names that a module of ours has at its head, and its parts; None if there is no such module."""
+    path = ROOT / "src" / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not file.exists():
+        return {part.stem for part in path.iterdir()} if path.is_dir() else None
+    found = {part.stem for part in path.iterdir()} if path.is_dir() else set()
+    for node in ast.walk(syntax.tree_of(file)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found |= {alias.asname or alias.name for alias in names}
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+    return found
+
+
+def test_programs_beside_the_package_import_what_is_there() -> None:
+    """No run of tests starts the benchmarks, so what they import must be found without one."""
+    parts = ("benchmarks", "scripts", "examples", "tests/gpu")
+    files = [file for part in parts for file in (ROOT / part).rglob("*.py")]
+    imports = [
+        (file, node.lineno, node.module, alias.name)
+        for file in files
+        for node in ast.walk(syntax.tree_of(file))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0].startswith("stretto")
+        for alias in node.names
+    ]
+    missing = [
+        f"{file.relative_to(ROOT)}:{line}: {module} has no {name}"
+        for file, line, module, name in imports
+        if name not in (named_in(module or "") or ())
+    ]
+    assert len(imports) > 300 and not missing

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.cli import main
 
@@ -17,6 +18,7 @@ BROKEN = {
 ENV = ["--orchestrator.env", '[{"id": "sort-letters"}]']
 
 
+@needs("vllm")
 @pytest.mark.parametrize("text", BROKEN)
 @pytest.mark.parametrize("verb", ["rl", "inference"])
 def test_a_damaged_file_is_one_message(

@@ -52,6 +52,7 @@ def config(tmp_path: Path, *words: str, text: str = TOML) -> RLConfig:
 
 
 @pytest.mark.heavy
+@needs("routers", "vllm")
 def test_the_example_of_the_documents_has_eighteen_inference_nodes_and_three_routers(tmp_path):
     cfg = config(tmp_path, "--dry-run")
     plan = plan_nodes(cfg, cfg.run_dir)

@@ -82,7 +82,12 @@ def test_what_imports_torch_is_started_beside_the_orchestrator(config) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("is_supervised", [False, True])
 @pytest.mark.parametrize(
-    "words", ["--no-inference.router", "--inference.router.policy round_robin", "--inference.engine vllm"]
+    "words",
+    [
+        "--no-inference.router",
+        pytest.param("--inference.router.policy round_robin", marks=needs("routers")),
+        pytest.param("--inference.engine vllm", marks=needs("routers", "vllm")),
+    ],
 )
 def test_the_config_of_a_run_with_several_engines_is_loaded_by_its_processes(
     config, words, is_supervised, monkeypatch

@@ -52,6 +52,8 @@ ADD_ONS = {
     "(rewards|logps)/(chosen|rejected)": "preference",
     "(steering|concurrency)/": "steering",
     "curriculum/": "curriculum",
+    "(critic/|time/wait_for_(critic|values))": "critic",
+    "models/<name>/": "frozen",
 }
 """Which add-on measures the names that begin so."""
 
