@@ -112,7 +112,9 @@ def test_a_steered_run_is_nearly_as_fast_as_the_best_setting_and_no_slower_than_
     fixed = {at: run(tmp_path / "{}-{}".format(*at), seed, *at, **TASKS[name])[0].worth for at in FIXED}
     goal = 0.9 * min(sum(tokens for _, tokens in worth) for worth in fixed.values())
     times = {at: time_to(worth, goal) for at, worth in fixed.items()}
-    trainer, loop = run(tmp_path / "steered", seed, 1, steering={"max_update_interval": 4}, **TASKS[name])
+    trainer, loop = run(
+        tmp_path / "steered", seed, 1, steering={"max_update_interval": 4, "ess_power": 2}, **TASKS[name]
+    )
     took = time_to(trainer.worth, goal)
     assert took <= 1.1 * min(times.values())
     assert took <= 1.05 * min(each for (_, interval), each in times.items() if interval == 1)

@@ -25,7 +25,9 @@ def run(path, seed, level, steering=None, *, median, sigma, train_s, decay, step
     """A run whose rollouts take log-normal times; its trainer and loop."""
     rng = random.Random(seed)
     engine = FakeEngine(parrot(0.5), delay=lambda _: median * rng.lognormvariate(0.0, sigma))
-    trainer = AgingTrainer(decay, max_steps=steps, step_delay=lambda _: train_s * rng.lognormvariate(0.0, 0.2))
+    trainer = AgingTrainer(
+        decay, SteeringSection().ess_power, max_steps=steps, step_delay=lambda _: train_s * rng.lognormvariate(0.0, 0.2)
+    )
     shape = {"batch_size": 32, "group_size": 4, "filter_zero_advantages": False}
     given = {} if steering is None else {"steering": steering}
     cfg = config(path, max_steps=steps, max_async_level=level, **shape, **given, **settings)
