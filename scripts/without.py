@@ -22,6 +22,7 @@ NEEDS = {
     "doctor": ("bench", "plan"),
     "hubs": ("agents",),
     "plan": ("bench", "python", "steering"),
+    "preference": ("sft",),
     "prime": ("vllm",),
     "repair": ("sandbox",),
     "review": ("python", "view", "vime"),
@@ -58,6 +59,7 @@ TESTS = {
         "tests/e2e/service",
         "tests/tenant_runs.py",
     ),
+    "sft": ("tests/e2e/test_sft_evals.py", "tests/e2e/test_sft_ranks.py"),
     "view": ("tests/e2e/test_page_in_browser.py",),
     "vime": (
         "tests/cases/vime.py",

@@ -41,6 +41,7 @@ ROOMS = (
     "stretto_frozen",
     "stretto_preference",
     "stretto_service",
+    "stretto_sft",
     "stretto_speculation",
     "stretto_vime",
 )

@@ -14,8 +14,10 @@ wrote at the installation may be older. A distribution with add-ons has a name t
                           config/rules has, for configs that have one
     stretto.orchestrator  steering -> a module, diagnosis, concurrency -> a class, as orchestrator/run/parts.py says;
                           curriculum -> a function that builds a `orchestrator.tasks.order.Curriculum`
-    stretto.sft           type of [data] of `sft` with a learner of its own -> a module with load_policy, load_rows,
-                          adapt, build_learner and build_packer; with ".rows" after it, one that reads its rows
+    stretto.sft           rows, ranks, check -> the modules of `sft` that make tokens of rows, plan its ranks, and look
+                          at its data and model before a start; type of [data] with a learner of its own -> a module
+                          with load_policy, load_rows, adapt, build_learner and build_packer; with ".rows" after it,
+                          one that reads its rows
     stretto.options       NAME of `--NAME` of a verb with a configuration -> a module with `parse(verb, words)`, which
                           returns what is meant and the other words, and `run(cfg, meant)`
     stretto.completions   verb whose words no PlainParser reads -> function that returns the lines of its completion
@@ -84,15 +86,24 @@ class ConfigVerb:
     """A verb with a configuration. `root`, `run` and `screen` are `module:name`, imported when the verb is used."""
 
     def __init__(
-        self, root: str, run: str, screen: str, *, is_process: bool = True, computes: bool = False, common: str = ""
+        self,
+        root: str,
+        run: str,
+        screen: str,
+        *,
+        is_process: bool = True,
+        computes: bool = False,
+        trains: bool = False,
+        common: str = "",
     ) -> None:
         """root: the class of its config; run: function of the config, which returns the exit status;
         screen: function of the config, which returns the text of `--dry-run`; is_process: it runs in this process
-        alone, which then ends at signals as Python does by itself; computes: it uses torch in this process;
+        alone, which then ends at signals as Python does by itself, else `run` gets the words after the verb too;
+        computes: it uses torch in this process; trains: it has steps that `--profile` traces and `--bench` measures;
         common: the keys that `--help` alone shows.
         """
         self.root, self.run, self.screen = root, run, screen
-        self.is_process, self.computes, self.common = is_process, computes, common
+        self.is_process, self.computes, self.trains, self.common = is_process, computes, trains, common
 
 
 def registered(group: str) -> Mapping[str, str]:

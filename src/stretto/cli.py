@@ -17,12 +17,10 @@ from stretto.signals import end_command, start_command
 
 SUMMARIES = {
     "rl": "reinforcement learning: inference, orchestrator and trainer together",
-    "sft": "supervised fine-tuning",
     "trainer": "the trainer of an rl run alone",
     "orchestrator": "the orchestrator of an rl run alone",
     "inference": "the inference server alone",
     "eval": "evaluate a model on environments",
-    "evals": "the process beside an sft run that evaluates its versions",
     "completion": "completion for a shell: source <(stretto completion bash)",
     "status": "how far a run is, and who runs it: stretto status RUN",
     "logs": "the end of a run's logs: stretto logs RUN --follow",
@@ -76,13 +74,13 @@ def _words_meant() -> dict[str, str]:
     from stretto.addons import packages_of
 
     found = dict(MEANT)
-    for package in packages_of("stretto.verbs").values():
+    for package in (packages_of("stretto.config_verbs") | packages_of("stretto.verbs")).values():
         found |= getattr(package, "MEANT", {})
     return found
 
 
 MEANT = {
-    "train": "rl", "grpo": "rl", "ppo": "rl", "finetune": "sft", "fine-tune": "sft", "infer": "inference",
+    "train": "rl", "grpo": "rl", "ppo": "rl", "infer": "inference",
     "evaluate": "eval", "tail": "logs", "log": "logs", "kill": "stop",
 }  # fmt: skip
 """Words that other programs have for a verb."""

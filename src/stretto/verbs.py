@@ -84,21 +84,7 @@ def _check_service(cfg: RLConfig) -> None:
         service.end_earlier(cfg.trainer_config())
 
 
-def _sft(cfg: SFTConfig, words: list[str]) -> int:
-    if cfg.slurm is not None or cfg.ray is not None:
-        return _elsewhere(cfg)
-    _let_waiting_threads_sleep()
-    if "WORLD_SIZE" not in os.environ:
-        _check_first_rows(cfg)
-        _check_weights(cfg)
-    from stretto.launch.run.ranks import start_ranks
-
-    if (code := start_ranks(cfg, words)) is not None:
-        return code
-    return _imported("stretto.trainer.sft:main")(cfg)
-
-
-def _check_weights(cfg: SFTConfig | InferenceConfig) -> None:
+def check_weights(cfg: SFTConfig | InferenceConfig) -> None:
     """Check the files of the model, if it is here, before processes start; warnings go to stderr.
 
     Raises: ConfigError for files with which the run would fail.
@@ -109,7 +95,7 @@ def _check_weights(cfg: SFTConfig | InferenceConfig) -> None:
         sys.stderr.write(f"warning: {text}\n")
 
 
-def _elsewhere(cfg: SFTConfig | InferenceConfig) -> int:
+def run_elsewhere(cfg: SFTConfig | InferenceConfig) -> int:
     """Run the command on the machines of a cluster."""
     from stretto.launch.launchers import launcher_of
 
@@ -118,24 +104,7 @@ def _elsewhere(cfg: SFTConfig | InferenceConfig) -> int:
     return launcher.main(cfg)
 
 
-def _check_first_rows(cfg: SFTConfig) -> None:
-    """Read the first row of each file before torch is imported and a run directory is made.
-
-    Raises: ConfigError or DataError with file and line for a file or row that cannot be read.
-    """
-    from stretto.config.sections.sft import PREFERENCE, FileData, PreferenceData
-    from stretto.trainer.batch.sft_data import read_sources
-
-    for data in [cfg.data] + ([cfg.val.data] if cfg.val is not None else []):
-        if isinstance(data, FileData):
-            for rows in read_sources(data, cfg.seed):
-                next(rows, None)
-        elif isinstance(data, PreferenceData):
-            for pairs in addons.load("stretto.sft", "preference.rows", PREFERENCE).read_pair_rows(data):
-                next(pairs, None)
-
-
-def _imported(path: str) -> Callable[[Any], int]:
+def imported(path: str) -> Callable[[Any], int]:
     """The function at `path`, whose modules import torch."""
     from stretto.base.runtime import importing
 
@@ -148,10 +117,10 @@ def _process(path: str, *, computes: bool = False) -> Callable[[Any, list[str]],
 
     def run(cfg: RunRoot, words: list[str]) -> int:
         if computes:
-            _let_waiting_threads_sleep()
+            let_waiting_threads_sleep()
         from stretto.base.status import wait_for_go
 
-        main = _imported(path)
+        main = imported(path)
         wait_for_go()
         restore_python_signals()
         return main(cfg)
@@ -169,8 +138,8 @@ def _trainer(cfg: TrainerConfig, words: list[str]) -> int:
 
 def _inference(cfg: InferenceConfig, words: list[str]) -> int:
     if (cfg.slurm is not None or cfg.ray is not None) and not cfg.dry_run:
-        return _elsewhere(cfg)
-    _let_waiting_threads_sleep()
+        return run_elsewhere(cfg)
+    let_waiting_threads_sleep()
     from stretto.base.status import SUPERVISED_VAR, wait_for_go
     from stretto.launch.plan.routers import has_router
     from stretto.launch.run.serve import unused_gpus
@@ -178,7 +147,7 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
     if SUPERVISED_VAR not in os.environ and (note := unused_gpus(cfg)):
         sys.stderr.write(f"note: {note}\n")
     if SUPERVISED_VAR not in os.environ and not cfg.dry_run:
-        _check_weights(cfg)
+        check_weights(cfg)
     if max(cfg.deployment.num_processes, cfg.num_nodes) > 1 or cfg.kv_cache_offload is not None or has_router(cfg):
         from stretto.launch.run.serve import main as serve
 
@@ -194,13 +163,13 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
         cfg = served
     if cfg.dry_run:
         return show_dry_run("inference", cfg)
-    main = _imported("stretto.inference.server:main")
+    main = imported("stretto.inference.server:main")
     wait_for_go()
     restore_python_signals()
     return main(cfg)
 
 
-def _let_waiting_threads_sleep() -> None:
+def let_waiting_threads_sleep() -> None:
     """Let OpenMP threads sleep while they wait: spinning slows every process down. Call it before importing torch."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
@@ -208,12 +177,10 @@ def _let_waiting_threads_sleep() -> None:
 
 VERBS: dict[str, tuple[str, Callable[[Any, list[str]], int]]] = {
     "rl": ("RLConfig", run_rl),
-    "sft": ("SFTConfig", _sft),
     "trainer": ("TrainerConfig", _trainer),
     "orchestrator": ("OrchestratorConfig", _process("stretto.orchestrator.main:main")),
     "inference": ("InferenceConfig", _inference),
     "eval": ("EvalConfig", _process("stretto.orchestrator.eval.verb:main")),
-    "evals": ("EvalsConfig", _process("stretto.orchestrator.eval.follow:main")),
 }
 """The core's: the class of a verb's config in config/root.py, and what runs it with the words after the verb."""
 
@@ -241,12 +208,17 @@ def _run(verb: str, cfg: RunRoot, words: list[str]) -> int:
     found = _of_add_on(verb)
     if found.is_process:
         return _process(found.run, computes=found.computes)(cfg, words)
-    return addons.object_at(found.run)(cfg)
+    return addons.object_at(found.run)(cfg, words)
+
+
+def _trains(verb: str) -> bool:
+    """Whether a verb has steps that can be traced."""
+    return verb == "rl" if verb in VERBS else _of_add_on(verb).trains
 
 
 def run_config_verb(verb: str, words: list[str], command: str) -> int:
     """Load the config of a verb, then run it, print it or show what it would do; the exit status."""
-    if verb in ("rl", "sft"):
+    if _trains(verb):
         from stretto.config.traced import VARIABLE, split_profile_flag
 
         words, steps = split_profile_flag(words)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from stretto import addons
 from stretto.base import rundir
 from stretto.base.paths import RunDir
 from stretto.config.load import dump, write_json
@@ -18,7 +19,6 @@ from stretto.launch.launchers import JobConfig
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.serving import plan_serving
-from stretto.launch.plan.sft_ranks import plan_ranks
 
 VERBS: dict[type, str] = {RLConfig: "rl", SFTConfig: "sft", InferenceConfig: "inference"}
 RESUME = "--resume --resume.step None --resume.dir None --resume.skip-progress false"
@@ -59,7 +59,7 @@ def processes_by_node(cfg: JobConfig) -> list[list[ProcessSpec]]:
     if isinstance(planned, RLConfig) and planned.deployment.type == "multi_node":
         processes: Sequence[ProcessSpec] = plan_nodes(planned, planned.run_dir).processes
     elif isinstance(planned, SFTConfig) and planned.deployment.type == "multi_node":
-        processes = plan_ranks(planned)[1]
+        processes = addons.load("stretto.sft", "ranks", "`sft`").plan_ranks(planned)[1]
     elif isinstance(planned, InferenceConfig) and planned.num_nodes > 1:
         processes = plan_serving(planned, planned.run_dir).processes
     else:

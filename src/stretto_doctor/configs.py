@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from stretto import addons
 from stretto.base import rundir
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.check import nodes as node_checks
 from stretto.check.add_ons import check_add_ons
 from stretto.check.backend import check_trainer_python
-from stretto.check.code import check_sft_records, check_user_code
-from stretto.check.models import check_model, check_reward_model, check_served, check_trainable, models_of
+from stretto.check.code import check_user_code
+from stretto.check.models import check_model, check_served, check_trainable, models_of
 from stretto.check.weights import check_weights_of
 from stretto.config.load import load, names_whole_run
 from stretto.config.root import EvalConfig, InferenceConfig, RLConfig, SFTConfig
@@ -25,7 +26,6 @@ from stretto.config.sections.trainer import CkptSection, num_kept
 from stretto.data.hub_model import find_local, look_up, size
 from stretto.data.model_file import ModelFile, read_model_file
 from stretto.launch.plan.serving import plan_serving
-from stretto.launch.plan.sft_ranks import find_gpus, plan_ranks
 from stretto.launch.run.rl import check_here
 from stretto.monitors.base import find_trackers
 from stretto.orchestrator.dry_run import preview
@@ -34,6 +34,8 @@ from stretto_doctor.machine import gib
 from stretto_doctor.model_files import check_files, num_parameters
 from stretto_doctor.rollouts import check_rollouts
 
+SFT = "stretto.sft"
+"""The group of what the verb `sft` offers."""
 Config = RLConfig | SFTConfig | InferenceConfig | EvalConfig
 ROOTS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "inference": InferenceConfig, "eval": EvalConfig}
 BYTES_PER_PARAMETER = 12
@@ -84,13 +86,14 @@ def check_fit(cfg: Config) -> str:
         plan = check_here(cfg)
         return f"{len(plan.processes)} processes on {machines(len(plan.hosts) or 1)}; {plan.batch}"
     if isinstance(cfg, SFTConfig):
+        ranks = addons.load(SFT, "ranks", "`sft`")
         check_model(cfg.model, cfg.num_ranks, "model")
-        check_reward_model(cfg)
+        addons.load(SFT, "check", "`sft`").check_reward_model(cfg)
         find_trackers(cfg.monitors, is_fed_here=cfg.ray is None)
         if cfg.deployment.type == "multi_node" and cfg.slurm is None and cfg.ray is None:
-            hosts, _ = plan_ranks(cfg)
+            hosts, _ = ranks.plan_ranks(cfg)
             node_checks.check_num_gpus(cfg.deployment.gpus_per_node, 0, hosts[0], "deployment.gpus_per_node")
-        gpus = ", ".join(find_gpus(cfg))
+        gpus = ", ".join(ranks.find_gpus(cfg))
         return f"{cfg.num_ranks} ranks on {f'GPU {gpus}' if gpus else 'the CPU, or GPUs of other machines'}"
     if isinstance(cfg, InferenceConfig):
         is_here = cfg.slurm is None and cfg.ray is None
@@ -258,7 +261,7 @@ def _check_code(cfg: Config) -> Iterator[Finding]:
     if isinstance(cfg, RLConfig):
         found = check_user_code(cfg.orchestrator)
     elif isinstance(cfg, SFTConfig):
-        found = check_sft_records(cfg)
+        found = addons.load(SFT, "check", "`sft`").check_records(cfg)
     if found:
         names = dict.fromkeys(f"{what} {name}" for what, name in found)
         yield good("code and data", ", ".join(names))

@@ -261,7 +261,6 @@ async def _prompts_of(
 def example_lengths(cfg: SFTConfig) -> Numbers | str:
     """Tokens of the first examples, cut at seq_len; or why they are not known."""
     from stretto.orchestrator.build import build_renderer_of, build_scratch_renderer
-    from stretto.trainer.batch.sft_data import read_rows, render_row
 
     if reason := _no_tokenizer(cfg):
         return reason
@@ -279,8 +278,9 @@ def example_lengths(cfg: SFTConfig) -> Numbers | str:
             renderer = build_renderer_of(cfg.model.name, cfg.tokenizer.name, cfg.renderer)
         if isinstance(data, PreferenceData):
             return _pair_lengths(data, cfg, renderer)
-        rows = itertools.islice(read_rows(data, cfg.seed), NUM_EXAMPLES)
-        rendered = [render_row(row, renderer, cfg.loss_mask) for row in rows]
+        of_sft = addons.load("stretto.sft", "rows", "`sft`")
+        rows = itertools.islice(of_sft.read_rows(data, cfg.seed), NUM_EXAMPLES)
+        rendered = [of_sft.render_row(row, renderer, cfg.loss_mask) for row in rows]
         lengths = [len(example.token_ids) for each in rendered for example in each.examples]
     except StrettoError as error:
         return str(error)

@@ -28,7 +28,7 @@ from stretto.data.records import read_records
 from stretto.records.images import Image
 from stretto.records.row_packing import pack_rows
 from stretto.records.sample import MicroBatch
-from stretto.trainer.batch.sft_data import Example, micro_batch_of, mix
+from stretto_sft.rows import Example, micro_batch_of, mix
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float64, Int32

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,8 +214,8 @@ def address(cfg: ServeConfig) -> str:
     return f"http://{in_url(client_host(cfg.service.host))}:{cfg.service.port}"
 
 
-def main(cfg: ServeConfig) -> int:
-    """Serve until stopped; the exit status."""
+def main(cfg: ServeConfig, words: Sequence[str] = ()) -> int:
+    """Serve until stopped; the exit status. words: those of the command."""
     run = cfg.run_dir
     if cfg.clean:
         _clean(run)

@@ -12,9 +12,9 @@ from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
 from stretto.models.value_head import with_value_head
-from stretto.trainer.batch.sft_data import Example
 from stretto_preference.learner import PairLearner
 from stretto_preference.rows import Pair, Pairs, scored_example
+from stretto_sft.rows import Example
 
 PAIR_LOSSES = {
     "dpo": DpoSection(beta=0.5),

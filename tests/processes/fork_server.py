@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import importlib.util
 import io
 import multiprocessing.util
 import os
@@ -28,11 +29,11 @@ from forked import NUM_SPARES_VAR, described, move, receive, send, uses_vllm
 PRELOADED = (
     "stretto.launch.run.rl",
     "stretto.launch.run.serve",
-    "stretto.launch.run.ranks",
+    "stretto_sft.ranks",
     "stretto.inference.server",
     "stretto.orchestrator.main",
     "stretto.trainer.rl",
-    "stretto.trainer.sft",
+    "stretto_sft.training",
     "stretto.trainer.state.slice_files",
     "stretto.cli",
     "stretto.verbs",
@@ -122,7 +123,8 @@ def load(modules: Sequence[str]) -> None:
     if all(module in sys.modules for module in modules):
         return
     for module in modules:
-        importlib.import_module(module)
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:  # an add-on may be taken away
+            importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a module has started threads when it was imported"
     gc.collect()
     gc.freeze()

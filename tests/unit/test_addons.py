@@ -57,7 +57,7 @@ def strings_of(package: str) -> str:
 
 @pytest.mark.heavy
 def test_the_core_names_no_add_on() -> None:
-    assert len(ADD_ONS) == 31
+    assert len(ADD_ONS) == 32
     assert not NAME.findall(strings_of("stretto"))
 
 

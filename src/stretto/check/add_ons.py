@@ -34,6 +34,8 @@ def check_add_ons(cfg: RunRoot) -> None:
 
 def _needed_add_ons(cfg: Any) -> Iterator[tuple[str, str, str]]:
     """Group and name of entry points that a config needs, and what needs them."""
+    if type(cfg).__name__ == "SFTConfig":
+        yield "stretto.config_verbs", "sft", "`sft`"
     is_run = type(cfg).__name__ == "RLConfig"
     trainer, orchestrator, at = (cfg.trainer, cfg.orchestrator, "trainer.") if is_run else (cfg, cfg, "")
     for path, group, name in SECTIONS:

@@ -13,9 +13,8 @@ from typing import Any
 from stretto import addons
 from stretto.base.errors import ConfigError
 from stretto.base.foreign import load_function, load_object
-from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.root import RLConfig
 from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys
-from stretto.config.sections.sft import SourceData
 from stretto.config.sections.trainer import TrainerHooksSection
 from stretto.data.records import read_records
 from stretto.envs import find
@@ -86,20 +85,6 @@ def check_trainer_hooks(hooks: TrainerHooksSection) -> list[Checked]:
     Raises: ConfigError for one that does not exist, or takes other arguments.
     """
     return [] if hooks.is_empty else [*addons.load(HOOKS, "check", "[trainer.hooks]").check_trainer_hooks(hooks)]
-
-
-def check_sft_records(cfg: SFTConfig) -> list[Checked]:
-    """Read the first record of each file that `sft` trains or validates on; returns the files' names.
-
-    Raises: ConfigError or DataError for a file that cannot be read.
-    """
-    checked = []
-    for setting, section in (("data.name", cfg), ("val.data.name", cfg.val)):
-        if section is not None and isinstance(data := section.data, SourceData):
-            for source in data.sources:
-                next(read_records(source, setting, is_streamed=data.streaming, convert=data.convert))
-                checked.append(("read", source))
-    return checked
 
 
 def _check_algo(algo: Any, setting: str) -> Iterator[Checked]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from stretto import addons
-from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.check.engines import EMBEDDED, Fault, engine_of
-from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.root import RLConfig
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection
 
@@ -37,19 +36,6 @@ def check_devices(cfg: RLConfig, on_cpu: Collection[str]) -> None:
     for path, section in engines.items():
         if path in on_cpu and section is not None:
             check_served_on_cpu(section, f"{path}.", more)
-
-
-def check_sft_devices(cfg: SFTConfig) -> None:
-    """Check what `sft` is asked to do against the devices of its ranks.
-
-    Raises: ConfigError for a setting that needs a GPU, if there is none; a dry run that counts GPUs has them.
-    """
-    shape = cfg.deployment
-    if shape.type == "multi_node" or cfg.slurm is not None or cfg.ray is not None:
-        return  # each node finds its own
-    is_counted = cfg.dry_run and (cfg.trainer_gpu_ids is not None or shape.num_train_gpus is not None)
-    if not is_counted and not process.visible_gpus():
-        check_trained_on_cpu(cfg.model, "model", "deployment.num_train_gpus")
 
 
 def check_drafts(cfg: RLConfig, *, is_on_gpu: bool) -> None:

@@ -21,10 +21,9 @@ from stretto.base.errors import ConfigError, meant_path
 from stretto.check.backend import Backend, find_backend
 from stretto.check.degrees import Shape, check_vision, find_degrees, find_plain_degrees, read_shape
 from stretto.check.engines import all_engines, engine_of
-from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.root import RLConfig
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import Family, ModelSection, ScratchSection
-from stretto.config.sections.sft import RewardSection
 from stretto.data.hub_model import find_config, is_hub_name
 from stretto.data.model_file import ModelFile, has_own_family
 from stretto.families.table import FAMILIES, SPARSE_FAMILIES, check_installed
@@ -167,26 +166,6 @@ def _scratch_shape(scratch: ScratchSection) -> Shape:
         scratch.family,
         num_layers=scratch.num_layers,
     )
-
-
-def check_reward_model(cfg: SFTConfig) -> None:
-    """Check that `sft` can make a reward model of the model, if it is to.
-
-    Raises: ConfigError for a model that stretto does not compute itself, or that sees images.
-    """
-    if not isinstance(cfg.pair_loss, RewardSection) or cfg.model.scratch is not None:
-        return
-    here = find_model(cfg.model.name)
-    if here is None:
-        return
-    where = f'[loss] type = "reward": [model] name = {cfg.model.name!r}'
-    if not here.is_own:
-        raise ConfigError(
-            f"{where} is of the family {here.family!r}, which stretto does not compute itself; a reward model needs "
-            "one of its own families (docs/models.md)"
-        )
-    if here.found.get("vision_config") is not None:
-        raise ConfigError(f"{where} sees images, and a reward model reads text; give a model of text")
 
 
 def _refuse_missing(name: str) -> None:

@@ -16,21 +16,12 @@ from pathlib import Path
 
 from stretto import addons
 from stretto.config.lookup import spellings
-from stretto.config.root import (
-    EvalConfig,
-    InferenceConfig,
-    OrchestratorConfig,
-    RLConfig,
-    RunRoot,
-    SFTConfig,
-    TrainerConfig,
-)
+from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, RunRoot, TrainerConfig
 from stretto.config.section import Key, Section, all_aliases, all_paths, keys, show, tag_of
 from stretto.config.synonyms import keys_meant
 
 ROOTS: dict[str, type[RunRoot]] = {
     "rl": RLConfig,
-    "sft": SFTConfig,
     "trainer": TrainerConfig,
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
@@ -68,7 +59,6 @@ _BENCH = "instead of the run: made-up data for a few steps, tokens per second, m
 _PROFILE = "trace these steps into RUN/profiles, as in 3 or 3,10-12"
 COMMAND_FLAGS: dict[type[Section], dict[str, str]] = {
     RLConfig: {"--bench": _BENCH, "--profile STEPS": _PROFILE},
-    SFTConfig: {"--bench": _BENCH, "--profile STEPS": _PROFILE},
     InferenceConfig: {"--bench": "instead of serving: an engine, rounds of equal requests, tokens per second"},
 }
 """Flags of a verb that are not keys of its config (docs/debugging.md)."""
@@ -81,12 +71,6 @@ COMMON_KEYS: dict[type[Section], str] = {
         orchestrator.eval.interval orchestrator.eval.num_examples trainer.optim.lr trainer.scheduler.type
         trainer.scheduler.warmup_steps trainer.loss.type trainer.loss.kl_tau inference.engine
         ckpt.interval deployment.num_train_gpus deployment.num_infer_gpus monitors.wandb
-    """,
-    SFTConfig: """
-        max_steps max_epochs batch_size seq_len seed output_dir run.name resume clean dry_run print_config
-        model.name model.lora.rank model.dtype data.type data.name data.id val.interval optim.lr
-        scheduler.type scheduler.warmup_steps
-        ckpt.interval num_threads deployment.num_train_gpus monitors.wandb
     """,
     EvalConfig: """
         model client.base_url client.api seq_len seed output_dir run.name clean dry_run print_config eval.env
@@ -117,6 +101,8 @@ for _verb, _of_add_on in addons.load_all("stretto.config_verbs").items():
     if _of_add_on.common:  # of verbs with one config, that which most people use
         ROOTS[_verb] = addons.object_at(_of_add_on.root)
         COMMON_KEYS[ROOTS[_verb]] = _of_add_on.common
+    if _of_add_on.trains:
+        COMMAND_FLAGS[addons.object_at(_of_add_on.root)] = COMMAND_FLAGS[RLConfig]
 
 
 _WIDE = 110

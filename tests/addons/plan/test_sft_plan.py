@@ -14,11 +14,11 @@ from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import ScratchSection
 from stretto.models.config import scratch_config
 from stretto.orchestrator.build import build_scratch_renderer
-from stretto.trainer.batch.sft_data import load_examples
 from stretto_plan.costs import Costs, Measured
 from stretto_plan.setup import build_setup
 from stretto_plan.simulation.run import sft_times
 from stretto_plan.workload import Numbers, example_lengths, prompt_lengths
+from stretto_sft.rows import load_examples
 
 SFT = "examples/sort_letters/sft.toml"
 ROW_S = Measured(train=((1.0, 0.5), (2.0, 0.5)), update_s=0.25)

@@ -15,11 +15,11 @@ from stretto.chat.render import build_renderer
 from stretto.config.sections.sft import LossMaskSection, PreferenceData
 from stretto.dry_run import SCREENS
 from stretto.monitors.file import read_metrics
-from stretto.trainer import sft
-from stretto.trainer.batch.sft_data import parse_row, render_row
 from stretto_preference.learner import reference_of
 from stretto_preference.loss import bradley_terry_loss, dpo_loss
 from stretto_preference.rows import Pairs, load_pairs, pack_pairs, parse_pair, render_pair
+from stretto_sft import training as sft
+from stretto_sft.rows import parse_row, render_row
 
 pytestmark = pytest.mark.heavy
 

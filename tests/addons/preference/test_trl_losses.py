@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sft_runs import SCRATCH, config, undisturbed_threads_and_logging  # noqa: F401
 
-from stretto.trainer import sft
+from stretto_sft import training as sft
 
 trl = pytest.importorskip("trl")
 pytestmark = [pytest.mark.heavy, pytest.mark.filterwarnings("default")]

@@ -17,8 +17,8 @@ from stretto.config.root import SFTConfig
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.models.value_head import load_value_model
-from stretto.trainer import sft
 from stretto_preference.scorer import score_texts
+from stretto_sft import training as sft
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from cases.dataset import RUN
 from cases.hub_site import open_hub
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.render import build_renderer
@@ -22,7 +23,6 @@ from stretto.config.sections.sft import FileData, LossMaskSection
 from stretto.data.hub import REQUESTS, HubSource, parse_source, told_once
 from stretto.data.records import read_records
 from stretto.envs.dataset import dataset
-from stretto.trainer.batch.sft_data import load_examples
 
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.heavy
@@ -262,7 +262,10 @@ def broken(record: dict) -> dict:
     return {"prompt": record["questoin"]}
 
 
+@needs("sft")
 def test_columns_become_examples_for_sft(local, tmp_path):
+    from stretto_sft.rows import load_examples
+
     renderer = build_renderer(build_letters_tokenizer(tmp_path / "letters"), model_type="qwen3")
 
     def texts(**keys) -> list[str]:

@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image as pillow
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.patches import ImageProcessor
@@ -22,7 +23,6 @@ from stretto.config.sections.sft import EnvData, FileData, LossMaskSection
 from stretto.data.pictures import data_url
 from stretto.envs.base import load_environment
 from stretto.records.images import placeholder_spans
-from stretto.trainer.batch.sft_data import load_examples, pack
 
 ANSWER = {"role": "assistant", "content": "2"}
 
@@ -148,7 +148,10 @@ def conversation(*seeds: int) -> list[dict]:
     return turns
 
 
+@needs("sft")
 def test_examples_have_their_images_and_rows_know_whose_they_are(folder: Path, renderer: Renderer) -> None:
+    from stretto_sft.rows import load_examples, pack
+
     path = written(folder, {"messages": conversation(0, 1)}, {"messages": conversation(2)},
                    {"prompt": "<image>?", "completion": "2", "images": "pictures/1.png"})  # fmt: skip
     found = load_examples(FileData(name=path), renderer, LossMaskSection(), 500, seed=0)
@@ -160,7 +163,10 @@ def test_examples_have_their_images_and_rows_know_whose_they_are(folder: Path, r
     assert placeholder_spans(row.token_ids, renderer.image_token_id, [4] * 4) is not None
 
 
+@needs("sft")
 def test_truncation_drops_an_image_with_all_its_tokens_or_not_at_all(folder: Path, renderer: Renderer) -> None:
+    from stretto_sft.rows import load_examples
+
     path = written(folder, {"messages": conversation(0, 1)})
     mask = LossMaskSection(user=True, assistant=True)
     (whole,) = load_examples(FileData(name=path), renderer, mask, 500, seed=0).examples
@@ -173,7 +179,10 @@ def test_truncation_drops_an_image_with_all_its_tokens_or_not_at_all(folder: Pat
         assert len(cut.images) == 1 + (len(cut.token_ids) >= second[1])
 
 
+@needs("sft")
 def test_the_fingerprint_of_examples_depends_on_the_pictures(folder: Path, renderer: Renderer) -> None:
+    from stretto_sft.rows import load_examples
+
     prints = set()
     for seed in (0, 1):
         path = written(folder, {"messages": conversation(seed)})
@@ -181,7 +190,10 @@ def test_the_fingerprint_of_examples_depends_on_the_pictures(folder: Path, rende
     assert len(prints) == 2
 
 
+@needs("sft")
 def test_an_example_with_an_image_for_a_model_of_text_is_named(folder: Path, tmp_path: Path) -> None:
+    from stretto_sft.rows import load_examples
+
     text = build_renderer(build_letters_tokenizer(tmp_path / "text"), model_type="qwen3")
     path = written(folder, {"messages": conversation(0)})
     with pytest.raises(ConfigError, match=r"rows\.jsonl:1: .*\[0\] is an image"):
@@ -222,7 +234,10 @@ def num_blobs(pixels: np.ndarray) -> int:
     return count
 
 
+@needs("sft")
 def test_count_shapes_solves_its_own_tasks(renderer: Renderer) -> None:
+    from stretto_sft.rows import load_examples
+
     data = EnvData(id="count-shapes", num_rows=5)
     examples = load_examples(data, renderer, LossMaskSection(), 500, seed=0)
     assert all(len(example.images) == 1 for example in examples.examples)

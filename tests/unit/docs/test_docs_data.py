@@ -16,7 +16,7 @@ from PIL import Image
 from stretto.config.sections.hooks import HooksSection
 from stretto.envs.base import RunInfo, load_environment
 from stretto.envs.dataset import dataset
-from stretto.trainer.batch.sft_data import parse_row
+from stretto_sft.rows import parse_row
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "data.md").read_text()
 CODE = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "my_hooks.py" in code]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,11 @@ from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError, EnvError
 from stretto.chat.tokenizer import build_letters_tokenizer
-from stretto.check.code import check_sft_records, check_user_code
+from stretto.check.code import check_user_code
 from stretto.check.models import check_model
 from stretto.config.load import load
-from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.root import RLConfig
 from stretto.config.sections.model import ModelSection, VisionSection
-from stretto.dry_run import SCREENS
-from stretto.envs.bundled.count_shapes import draw_shapes
 from stretto.orchestrator.dry_run import preview
 
 MOE = {
@@ -94,9 +91,6 @@ def test_a_dry_run_reads_the_first_record_and_imports_functions(tmp_path, monkey
         check_user_code(of(tmp_path, path=str(tmp_path / "nowhere.jsonl")).orchestrator)
     with pytest.raises(ConfigError, match=r"reward = 'mine_checked:rewrd'.*'reward'"):
         check_user_code(of(tmp_path, path=f"{good}@[0:1]", reward="mine_checked:rewrd").orchestrator)
-    cfg = load(SFTConfig, ["--data.name", str(tmp_path / "none.parquet"), "--max-steps", "1"])
-    with pytest.raises(ConfigError, match=r"data.name = .*none.parquet"):
-        check_sft_records(cfg)
 
 
 def test_the_label_of_the_first_record_is_shown_beside_its_prompt(tmp_path):
@@ -105,55 +99,6 @@ def test_the_label_of_the_first_record_is_shown_beside_its_prompt(tmp_path):
         cfg = of(tmp_path, path=str(tmp_path / "rows.jsonl"), reward="exact", label_key=key)
         [task] = preview(cfg.orchestrator_config()).tasks
         assert f"the first is train-0 with the label '{label}'" in task.about
-
-
-def test_long_texts_that_all_rows_have_are_shown_as_phrases_that_shorten_them(tmp_path):
-    def screen(scratch):
-        data = {"type": "environment", "id": "calculator"}
-        return SCREENS["sft"](SFTConfig(data=data, model={"scratch": scratch}, max_steps=1, output_dir=tmp_path))
-
-    def length(text):
-        return int(text.split(", row 0: ")[1].split(" tokens")[0])
-
-    shown = screen({"max_position_embeddings": 4096})
-    pasted = tomllib.loads(shown[shown.index("phrases = [") : shown.index("\n]\n") + 3])
-    foretold = int(shown.split("would make the row about ")[1].split()[0])
-    shorter = screen(pasted)
-    assert abs(length(shorter) - foretold) < 10 and foretold < length(shown) / 4 and "phrases" not in shorter
-
-
-def test_a_schedule_that_does_not_fit_into_the_epochs_of_sft_is_refused(tmp_path):
-    def screen(**changes):
-        rows = {"type": "environment", "id": "sort-letters", "num_rows": 40}
-        run = {"data": rows, "max_epochs": 2, "batch_size": 16, "model": {"scratch": {}}, "output_dir": tmp_path}
-        return SCREENS["sft"](SFTConfig.model_validate(run | changes))
-
-    linear = {"type": "linear", "warmup_steps": 3, "decay_steps": 3}
-    with pytest.raises(
-        ConfigError, match=r"\[scheduler\] .*3 \+ 3, but max_epochs = 2 of 40 examples .*are 5 steps; lower"
-    ):
-        screen(scheduler=linear)
-    with pytest.raises(ConfigError, match=r"warmup_steps = 5, but max_epochs = 2 .*are 5 steps"):
-        screen(scheduler={"type": "cosine", "warmup_steps": 5}, max_steps=100)
-    for fitting in (
-        linear | {"decay_steps": 2},
-        linear | {"warmup_steps": 0.5, "decay_steps": 0.5},
-        {"type": "constant", "warmup_steps": 9},
-    ):
-        assert "trains 2 epochs" in screen(scheduler=fitting)
-
-
-def test_a_row_that_the_model_cannot_take_is_named_with_its_line(tmp_path):
-    (tmp_path / "shapes.png").write_bytes(draw_shapes(3, 1, 4, 32))
-    parts = [{"type": "image", "image": str(tmp_path / "shapes.png")}, {"type": "text", "text": "?"}]
-    question, answer = {"role": "user", "content": parts}, {"role": "assistant", "content": "1"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [question, answer]}) + "\n")
-    name = str(tmp_path / "rows.jsonl")
-    cfg = load(SFTConfig, ["--data.name", name, "--max-steps", "1", "--model.scratch.family", "qwen3"])
-    with pytest.raises(ConfigError) as found:
-        SCREENS["sft"](cfg)
-    words = f"{name}:1: messages[0].content[0] is an image, but [model.scratch] is a model of text"
-    assert words in str(found.value)
 
 
 ENVS = """
@@ -239,8 +184,6 @@ def test_the_command_line_says_so_with_status_2(tmp_path):
     words = ("--orchestrator.env", env, "--orchestrator.hooks.sample-filter", "no_such_module:mark")
     code, message = dry_run("rl", tmp_path, *words)
     assert code == 2 and "orchestrator.hooks.sample_filter" in message and "no module 'no_such_module'" in message
-    code, message = dry_run("sft", tmp_path, "--data.name", "none.jsonl", "--max-steps", "1")
-    assert code == 2 and "data.name = 'none.jsonl'" in message
 
 
 @pytest.mark.parametrize(

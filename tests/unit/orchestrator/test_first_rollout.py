@@ -12,8 +12,7 @@ import pytest
 from stretto.base.errors import ConfigError, EnvError
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.load import load
-from stretto.config.root import RLConfig, SFTConfig
-from stretto.dry_run import sft
+from stretto.config.root import RLConfig
 from stretto.orchestrator.dry_run import FirstTask, preview
 from stretto.orchestrator.lengths import limits_of
 
@@ -41,17 +40,6 @@ class Scored(SingleTurnEnv):
 
     def score(self, task, text):
         return eval(self.code)
-
-
-class Swapped(Scored):
-    def sft_rows(self, split, num_rows):
-        return [{"messages": []}] * num_rows
-
-
-class Solved(Scored):
-    def sft_rows(self, num_rows, seed):
-        messages = [{"role": "user", "content": "a" * 90}, {"role": "assistant", "content": "b" * 90}]
-        return [{"messages": messages}] * num_rows
 """
 
 
@@ -128,23 +116,6 @@ def test_a_reply_that_will_be_cut_is_said_with_the_limit_that_cuts_it(look):
     [note] = look(*words, length=30).notes
     assert "replies are cut after" in note and "max_position_embeddings of model/config.json = 150" in note
     assert not look(*words[:3], "50", length=30).notes
-
-
-def sft_screen(env: str, seq_len: int) -> str:
-    scratch = ["--model.scratch.max-position-embeddings", "150"]
-    words = ["--data.type", "environment", "--data.id", env, "--model.scratch.family", "qwen3", "--max-steps", "1"]
-    return sft(load(SFTConfig, [*words, *scratch, "--seq-len", str(seq_len)]))
-
-
-def test_the_first_row_of_sft_is_compared_with_every_limit(look):
-    assert "with seq_len = 50 nothing of it is trained" in sft_screen("scores:Solved", 50)
-    assert "with seq_len = 120 it is cut" in sft_screen("scores:Solved", 120)
-    assert "with model.scratch.max_position_embeddings = 150 it is cut" in sft_screen("scores:Solved", 400)
-
-
-def test_sft_rows_with_another_signature_get_a_sentence(look):
-    with pytest.raises(EnvError, match=r"sft_rows\(4, 0\) returned no row"):
-        sft_screen("scores:Swapped", 100)
 
 
 @pytest.mark.heavy

@@ -1,4 +1,4 @@
-"""Rules of [model], of the optimizer and its schedule, and of `sft`."""
+"""Rules of [model], of the optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from stretto.config.root import SFTConfig
 from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, value_of
 from stretto.config.sections.model import ActivationCheckpointSection, ModelSection, ScratchSection, VisionSection
 from stretto.config.sections.run import RunKeys
-from stretto.config.sections.sft import DpoSection, RewardSection
 from stretto.config.sections.trainer import TrainerSection, num_steps
 from stretto.families.table import VISION_FAMILIES, check_installed, traits_of
 
@@ -58,67 +57,6 @@ def optimizer(s: Any, at: At) -> Problems:
     if s.model.fsdp_cpu_offload and s.optim.type == "muon":
         rule = "updates on the CPU, where orthogonalising matrices takes too long; use optim_cpu_offload"
         yield Problem((offload, kind), f"{offload} with {kind} {rule}")
-
-
-def sft_run(s: SFTConfig, at: At) -> Problems:
-    """Length, roles, evals and GPUs of `sft`."""
-    if s.max_steps is None and s.max_epochs is None:
-        keys = at("max_steps"), at("max_epochs")
-        yield Problem(keys, "the run would never end; give max_steps or max_epochs")
-    mask = at("loss_mask")
-    if not any(s.loss_mask.model_dump().values()):
-        yield Problem(mask, f"{mask.path} trains no role; set at least {mask.path}.assistant = true")
-    ids, count = at("trainer_gpu_ids"), at("deployment.num_train_gpus")
-    given = s.trainer_gpu_ids or []
-    if len(set(given)) < len(given):
-        yield Problem(ids, f"{ids}: a GPU is named twice")
-    if given and s.deployment.num_train_gpus not in (None, len(given)):
-        yield Problem((ids, count), f"{ids} are {len(given)}, not {count}")
-    again = at("eval.retrigger_on_resume")
-    if s.eval is not None and s.eval.retrigger_on_resume:
-        rule = "is for `rl`: here a version that was evaluated is not published again; leave it out"
-        yield Problem(again, f"{again} {rule}")
-    kind = at("deployment.type")
-    if s.deployment.type == "multi_node" and s.trainer_gpu_ids is not None:
-        yield Problem((ids, kind), f"{ids.path} names what is on one machine; with {kind} leave it out")
-    hosts, nodes = at("deployment.hosts"), at("deployment.num_train_nodes")
-    if hosts.held is not None and len(hosts.held) != s.num_nodes:
-        yield Problem((hosts, nodes), f"{hosts.path}: {len(hosts.held)} are given, and {nodes}; make them agree")
-
-
-def pairs(s: SFTConfig, at: At) -> Problems:
-    """[loss] belongs to pairs, rows to validate on are of the same kind, and what a reward model cannot do."""
-    kind, loss, held_out = at("data.type"), at("loss"), at("val.data.type")
-    is_pairs = s.data.type == "preference"
-    if s.loss is not None and not is_pairs:
-        rule = f'{loss.path} is for pairs, and {kind}; give data.type = "preference", or leave it out'
-        yield Problem((loss, kind), rule)
-    if s.val is not None and (s.val.data.type == "preference") != is_pairs:
-        yield Problem((held_out, kind), f"{held_out} and {kind}: the loss of both must be the same; make them agree")
-    if not is_pairs:
-        return
-    if s.model.indexer_kl_coeff is not None:
-        index = at("model.indexer_kl_coeff")
-        yield Problem((index, kind), f"{index} has no meaning for pairs; leave it out")
-    smoothing, form = at("loss.label_smoothing"), at("loss.loss_type")
-    if isinstance(s.loss, DpoSection) and s.loss.label_smoothing and s.loss.loss_type not in ("sigmoid", "robust"):
-        rule = f'{smoothing} does nothing with {form}; use "sigmoid" or "robust", or leave it out'
-        yield Problem((smoothing, form), rule)
-    if not isinstance(s.loss, RewardSection):
-        return
-    named = at("loss.type")
-    for key, is_wrong, why in (
-        ("eval", s.eval is not None, "a reward model writes no text, so nothing can be played"),
-        ("model.impl", s.model.impl == "hf", "a reward model is one that stretto computes itself"),
-        (
-            "ckpt.weights.save_adapter_separately",
-            bool(value_of(s, "ckpt.weights.save_adapter_separately")),
-            "the head beside the adapter is trained too, so the adapter alone is no reward model",
-        ),
-        ("model.vlm", s.model.vlm is not None, "a reward model reads text"),
-    ):
-        if is_wrong:
-            yield Problem((at(key), named), f"{at(key).path} with {named}: {why}; leave it out")
 
 
 # -- a network from scratch --
@@ -271,7 +209,7 @@ def checkpointed_parts(ac: ActivationCheckpointSection, at: At) -> Problems:
 
 RULES: Rules = {
     TrainerSection: (schedule, optimizer),
-    SFTConfig: (schedule, optimizer, sft_run, pairs),
+    SFTConfig: (schedule, optimizer),
     RunKeys: (scratch_length,),
     ScratchSection: (scratch_shape,),
     ModelSection: (expert_backend, frozen_base, whole_layers, vision, eight_bits),

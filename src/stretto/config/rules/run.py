@@ -15,7 +15,7 @@ from stretto.config.sections.distill import ModelLimits
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection, TrainingEvalSection
 from stretto.config.sections.run import BudgetSection
-from stretto.config.sections.sft import SourceData, ValSection
+from stretto.config.sections.sft import ValSection
 from stretto.config.sections.trainer import TrainerKeys
 from stretto.config.sections.transport import ControlSection
 
@@ -86,26 +86,6 @@ def heartbeats(s: ControlSection, at: At) -> Problems:
         yield Problem((dead_after, interval), rule)
 
 
-def data_sets(s: SourceData, at: At) -> Problems:
-    """Lists about data sets have one item per data set."""
-    names = [s.name] if isinstance(s.name, str) else s.name
-    shares = None if isinstance(s.probabilities, str) else s.probabilities
-    lists: dict[str, Any] = {"subsets": s.subsets, "splits": s.splits, "probabilities": shares}
-    given = {key: value for key, value in lists.items() if value is not None}
-    count = len(names) if len(names) != 1 else max(map(len, given.values()), default=1)
-    for key, value in given.items():
-        if len(value) != count:
-            what = f"{at(key).path} has {len(value)} items and there are {count} data sets; give one for each"
-            yield Problem(at(key), what)
-    share = at("probabilities")
-    if shares and (min(shares) <= 0 or not 0.99 < sum(shares) < 1.01):
-        yield Problem(share, f"{share} must be above 0, and 1 together")
-    if not names:
-        yield Problem(at("name"), f"{at('name').path} is empty; give a file or a data set")
-    if s.probabilities is None:
-        yield from idle(at, "stopping_strategy", "probabilities", "give them", why="every row comes once")
-
-
 def room_for_evals(s: Any, at: At) -> Problems:
     """A reply of an eval fits into seq_len."""
     if s.eval is None:
@@ -117,14 +97,6 @@ def room_for_evals(s: Any, at: At) -> Problems:
         reply = at(f"{path}.max_completion_tokens")
         if (sampling.max_completion_tokens or 0) > s.seq_len:
             yield Problem((reply, length), f"{reply} is more than {length}; lower it or raise seq_len")
-
-
-def evals_come(s: SFTConfig, at: At) -> Problems:
-    """A run that evaluates lasts until its first eval."""
-    interval, steps = at("eval.interval"), at("max_steps")
-    if s.eval is not None and s.eval.interval and s.max_steps and s.eval.interval > s.max_steps:
-        rule = f"{interval} is beyond {steps}, so nothing would be evaluated; lower it, or leave [eval] out"
-        yield Problem((interval, steps), rule)
 
 
 def something_to_evaluate(s: Any, at: At) -> Problems:
@@ -215,13 +187,6 @@ def _asked_models(r: RLConfig | OrchestratorConfig | SFTConfig) -> Sequence[Mode
     return [] if isinstance(r, SFTConfig) else list(r.frozen_models.values())
 
 
-def sampled_for_nothing(r: SFTConfig, at: At) -> Problems:
-    """`sft` samples nothing that could cost."""
-    if r.budget is not None and r.budget.prices.sampled_tokens:
-        price = at("budget.prices.sampled_tokens")
-        yield Problem(price, f"{price} does nothing: `sft` samples no tokens; leave it out")
-
-
 def budget_saves(r: RLConfig | SFTConfig, at: At) -> Problems:
     """A run that its budget ends can go on."""
     if r.budget is not None and r.budget.bounds and r.ckpt is None:
@@ -239,11 +204,10 @@ RULES: Rules = {
     OrchestratorKeys: (launcher_variables,),
     InferenceSection: (launcher_variables,),
     RunRoot: (launcher_variables, nodes_per_fsdp_group, start_options),
-    SourceData: (data_sets,),
     ResumeSection: (resumed_checkpoint,),
     ControlSection: (heartbeats,),
     OrchestratorSection: (room_for_evals,),
-    SFTConfig: (room_for_evals, evals_come, something_to_evaluate, priced, sampled_for_nothing),
+    SFTConfig: (room_for_evals, something_to_evaluate, priced),
     OrchestratorConfig: (priced,),
     EvalConfig: (room_for_evals, something_to_evaluate, single_evals),
 }

@@ -1,6 +1,6 @@
 """Starts the processes of a command on this machine, watches them, and ends them together.
 
-Used by `rl` (rl.py), `inference` with several processes (serve.py), `sft` with several ranks (ranks.py) and `serve`
+Used by `rl` (rl.py), `inference` with several processes (serve.py), `sft` with several ranks and `serve`
 (service.py). One process may lead: the orchestrator of `rl`, rank 0 of `sft`. At the first signal it is asked to
 finish, and it ends first. The others begin when an orchestrator reports that it has checked everything: those that
 import for long are started beside it, and wait for that.

@@ -14,8 +14,7 @@ from stretto.base.paths import RunDir
 from stretto.base.ports import in_url, is_ipv6
 from stretto.check import nodes as node_checks
 from stretto.config.load import load
-from stretto.config.root import RLConfig, SFTConfig
-from stretto.launch.plan import sft_ranks
+from stretto.config.root import RLConfig
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.plan.plan import LaunchPlan
 
@@ -29,27 +28,12 @@ type = "multi_node"
 num_train_nodes = 2
 hosts = ["a", "b", "c"]
 """
-SFT = """
-max_steps = 1
-[data]
-type = "environment"
-id = "sort-letters"
-[deployment]
-type = "multi_node"
-num_train_nodes = 2
-gpus_per_node = 0
-"""
 
 
 def plan(folder: Path, *words: str) -> LaunchPlan:
     (folder / "rl.toml").write_text(RL)
     cfg = load(RLConfig, ["@", str(folder / "rl.toml"), "--output-dir", str(folder), *words])
     return plan_nodes(cfg, cfg.run_dir)
-
-
-def sft(folder: Path, *words: str) -> SFTConfig:
-    (folder / "sft.toml").write_text(SFT)
-    return load(SFTConfig, ["@", str(folder / "sft.toml"), "--output-dir", str(folder), *words])
 
 
 def test_too_few_gpus_are_said_by_the_node_that_has_them(tmp_path, monkeypatch):
@@ -121,16 +105,6 @@ def test_a_node_needs_the_shared_directory_for_what_it_does_there(tmp_path, word
     found = plan(tmp_path, *words)
     given = node_checks.needs_shared(found.config, [spec for spec in found.processes if spec.node == node])
     assert given is None if why is None else why in given
-
-
-def test_ranks_of_sft_meet_at_the_first_node(tmp_path):
-    hosts, specs = sft_ranks.plan_ranks(sft(tmp_path, "--deployment.gpus-per-node", "4", "--dry-run"), ["@", "f"])
-    assert hosts == ["node-0", "node-1"] and [spec.node for spec in specs] == [0] * 4 + [1] * 4
-    wanted = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-    wanted |= {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": "1"}
-    assert wanted.items() <= specs[5].env.items() and specs[5].argv[-2:] == ("@", "f")
-    assert specs[0].ports == {"rendezvous": 29500} and specs[4].ports == {}
-    assert "sft_0    0: node-0" in sft_ranks.table(sft(tmp_path, "--dry-run"))
 
 
 def test_what_the_first_node_announces_is_no_run_in_itself(tmp_path):

@@ -11,9 +11,8 @@ from cases.plans import config_builder, isolate
 from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
-from stretto.check.devices import check_sft_devices
 from stretto.config.load import load
-from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
+from stretto.config.root import InferenceConfig, RLConfig
 from stretto.launch.plan import plan as planning
 from stretto.launch.plan.nodes import plan_nodes
 from stretto.launch.run.serve import plan_serving
@@ -84,18 +83,6 @@ def test_an_engine_that_is_told_to_run_on_the_cpu_is_judged_so_beside_a_trainer_
 def test_a_store_that_needs_no_gpu_is_accepted_on_the_cpu(config) -> None:
     cfg = config(*OFFLOAD, "mooncake", "--inference.kv-cache-offload.protocol", "tcp")
     planning.plan(cfg, cfg.run_dir)
-
-
-@pytest.mark.parametrize(("words", "rule"), NEED_A_GPU[:4])
-def test_sft_refuses_it_on_a_machine_without_gpus_and_plans_it_for_counted_ones(
-    tmp_path: Path, words: Sequence[str], rule: str
-) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "a", "completion": "b"}\n')
-    base = ["--max-steps", "1", "--data.name", str(data), "--output-dir", str(tmp_path), *words]
-    with pytest.raises(ConfigError, match=rule.replace("trainer.", "")):
-        check_sft_devices(load(SFTConfig, base))
-    check_sft_devices(load(SFTConfig, [*base, "--dry-run", "--deployment.num-train-gpus", "1"]))
 
 
 @needs("vllm")

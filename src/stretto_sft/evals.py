@@ -4,7 +4,7 @@
     later: the child writes RUN/evals/version_N/results.json
     at the end: write RUN/evals/END, and wait for the remaining results
 
-The child runs orchestrator/eval/follow.py; it is started and stopped here, and always ends with this process.
+The child runs follow.py; it is started and stopped here, and always ends with this process.
 """
 
 from __future__ import annotations

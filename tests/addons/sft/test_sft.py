@@ -22,8 +22,8 @@ from stretto.chat import templates
 from stretto.config.load import dump, load, write_json
 from stretto.config.root import SFTConfig
 from stretto.monitors.file import read_metrics
-from stretto.trainer import sft
-from stretto.trainer.batch.sft_data import ExampleOrder
+from stretto_sft import training as sft
+from stretto_sft.rows import ExampleOrder
 
 pytestmark = pytest.mark.heavy
 
@@ -324,7 +324,7 @@ def test_a_schedule_in_shares_is_one_of_the_steps_of_the_epochs(tmp_path):
 )
 def test_epochs_are_said_at_the_start_and_many_are_a_warning(tmp_path, caplog, settings, num_rows, level, text):
     data = {"type": "environment", "id": "sort-letters", "num_rows": num_rows}
-    with caplog.at_level("INFO", logger="stretto.trainer.sft"):
+    with caplog.at_level("INFO", logger="stretto_sft.training"):
         sft.build_session(config(tmp_path, val=None, data=data, **settings), None)
     [record] = [record for record in caplog.records if "epochs" in record.getMessage()]
     assert record.levelname == level and text in record.getMessage()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from sft_runs import config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
 
 from stretto.config.sections.orchestrator import EarlyStopSection
-from stretto.trainer import sft
+from stretto_sft import training as sft
 
 pytestmark = pytest.mark.heavy
 VAL = {"interval": 2, "data": {"type": "environment", "id": "sort-letters", "num_rows": 8}}

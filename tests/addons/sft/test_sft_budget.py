@@ -9,7 +9,7 @@ from sft_runs import config, same_weights, undisturbed_threads_and_logging, weig
 
 from stretto.base.errors import ConfigError
 from stretto.monitors.file import read_metrics
-from stretto.trainer import sft
+from stretto_sft import training as sft
 
 pytestmark = pytest.mark.heavy
 EXPORTS = {"interval": 2, "weights": {"interval": 2, "keep_last": None}, "keep_last": None}

@@ -5,8 +5,7 @@
 
 Rank 0 writes to the terminal, the others to RUN/logs/sft_<rank>.log. Every rank has the same command line as this
 process. On several machines the same command is started on each: the first machine claims the run, each starts its own
-ranks, and the ranks meet on the first. Which ranks there are is in plan/sft_ranks.py, and what a rank does in
-trainer/sft.py.
+ranks, and the ranks meet on the first. Which ranks there are is in plan.py, and what a rank does in training.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
 from stretto.base.status import SUPERVISED_VAR
 from stretto.check import nodes as node_checks
-from stretto.check.devices import check_sft_devices
 from stretto.check.nodes import check_ports, check_reachable, find_node_rank
 from stretto.config.root import SFTConfig
 from stretto.config.sections.deployment import NodesDeployment
@@ -30,8 +28,9 @@ from stretto.launch.launchers import all_launchers
 from stretto.launch.plan.nodes import on_visible_gpus
 from stretto.launch.plan.placement import free_port
 from stretto.launch.plan.processes import RENDEZVOUS_PORT, ProcessSpec
-from stretto.launch.plan.sft_ranks import HOSTS_KEY, LOOPBACK, find_gpus, plan_ranks, rank_process
 from stretto.launch.run.supervisor import Supervisor, Timeouts, serve
+from stretto_sft.check import check_devices
+from stretto_sft.plan import HOSTS_KEY, LOOPBACK, find_gpus, plan_ranks, rank_process
 
 END_S = 60.0  # between the end of rank 0 and that of the others
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
@@ -46,7 +45,7 @@ def start_ranks(cfg: SFTConfig, words: Sequence[str]) -> int | None:
 
     Raises: ConfigError if GPUs are missing, a setting needs one, or torchrun has started another number of ranks.
     """
-    check_sft_devices(cfg)
+    check_devices(cfg)
     if "WORLD_SIZE" in os.environ:
         _check_started(cfg)
         return None

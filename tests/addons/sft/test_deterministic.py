@@ -9,7 +9,7 @@ import torch
 from sft_runs import config, same_weights, undisturbed_threads_and_logging, weights
 
 from stretto.trainer.process import choose_kernels
-from stretto.trainer.sft import main
+from stretto_sft.training import main
 
 __all__ = ["undisturbed_threads_and_logging"]
 

@@ -1,4 +1,4 @@
-"""The ranks of `sft` as processes, on one machine or on several, and the GPU of each. run/ranks.py starts them."""
+"""The ranks of `sft` as processes, on one machine or on several, and the GPU of each. ranks.py starts them."""
 
 from __future__ import annotations
 

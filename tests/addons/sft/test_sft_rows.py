@@ -15,7 +15,7 @@ from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.chat.render import build_renderer
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.config.sections.sft import EnvData, FileData, LossMaskSection
-from stretto.trainer.batch.sft_data import Example, ExampleOrder, load_examples, pack, parse_row, read_rows
+from stretto_sft.rows import Example, ExampleOrder, load_examples, pack, parse_row, read_rows
 
 ASSISTANT = LossMaskSection()
 
@@ -198,7 +198,7 @@ def test_a_row_that_is_no_example_is_refused_with_file_and_line(renderer, tmp_pa
 def test_an_environment_that_writes_no_rows_is_named(renderer):
     with pytest.raises(ConfigError, match=r"has no sft_rows"):
         load_examples(EnvData(id=f"{__name__}:Unsolved"), renderer, ASSISTANT, 64, 0)
-    with pytest.raises(EnvError, match=r"Mistaken': sft_rows: .*test_data.py:\d+.*KeyError"):
+    with pytest.raises(EnvError, match=r"Mistaken': sft_rows: .*test_sft_rows.py:\d+.*KeyError"):
         load_examples(EnvData(id=f"{__name__}:Mistaken"), renderer, ASSISTANT, 64, 0)
 
 

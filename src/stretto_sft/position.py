@@ -8,8 +8,8 @@ from typing import Any
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.monitors.purse import Used, used_by_metrics
-from stretto.trainer.batch.sft_data import Rows
 from stretto.trainer.state import checkpoint
+from stretto_sft.rows import Rows
 
 logger = logging.getLogger(__name__)
 
