@@ -60,14 +60,15 @@ def _is_of_add_on(verb: str) -> bool:
 
 
 def summaries() -> dict[str, str]:
-    """Every verb that is installed, and what it does."""
-    from stretto.addons import packages_of
+    """Every verb that is installed, and what it does; those that train come first."""
+    from stretto.addons import load_all, packages_of
 
     found = dict(SUMMARIES)
     for verb, package in (packages_of("stretto.config_verbs") | packages_of("stretto.verbs")).items():
         found |= getattr(package, "SUMMARIES", {})
         found.setdefault(verb, f"of the package {package.__name__}")
-    return found
+    training = ["rl", *(verb for verb, each in load_all("stretto.config_verbs").items() if each.trains)]
+    return {verb: found[verb] for verb in training} | found
 
 
 def _words_meant() -> dict[str, str]:

@@ -518,6 +518,7 @@ def test_a_form_that_stands_for_its_table_is_told_its_key(flags: str, told: str,
 PAIRS = '[data]\ntype = "preference"\nname = "a.jsonl"\n'
 
 
+@needs("sft")
 def test_the_loss_of_pairs_is_dpo_unless_it_says_another(tmp_path: Path) -> None:
     path = tmp_path / "sft.toml"
     for loss, kind in (("", "dpo"), ("[loss]\nbeta = 0.3\n", "dpo"), ('[loss]\ntype = "reward"\n', "reward")):

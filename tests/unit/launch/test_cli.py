@@ -46,7 +46,7 @@ def test_an_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["orchestrate"]) == 2
     assert "did you mean `orchestrator`?" in capsys.readouterr().err
     assert cli.main(["x"]) == 2
-    assert "the verbs are rl, sft" in capsys.readouterr().err
+    assert ("the verbs are rl, sft" if is_here("sft") else "the verbs are rl, trainer") in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_console_script_exists() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert set(scripts) == {"stretto", "vime", *ROOTS} - {"serve", "eval"}  # too common a word, and a shell's own
+    assert set(scripts) == {"stretto", "vime", "sft", *ROOTS} - {
+        "serve",
+        "eval",
+    }  # too common a word, and a shell's own
     for target in scripts.values():
         if find_spec(addons.package_of(target)) is not None:  # not of an add-on that was taken away
             assert callable(addons.object_at(target))
@@ -118,7 +121,9 @@ def test_help_of_a_word_shows_only_its_keys(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("verb", ("rl", "sft", "eval", pytest.param("serve", marks=needs("service"))))
+@pytest.mark.parametrize(
+    "verb", ("rl", pytest.param("sft", marks=needs("sft")), "eval", pytest.param("serve", marks=needs("service")))
+)
 def test_the_page_says_of_every_key_what_help_says(verb: str) -> None:
     plain = lambda text: " ".join(text.replace("`", "").split())
     page = plain(markdown())
@@ -138,7 +143,7 @@ def test_a_wrong_config_is_one_message_and_status_2() -> None:
 @pytest.mark.parametrize(
     ("verb", "words"),
     [
-        ("sft", "--data.type environment --data.id sort-letters --max-steps 3"),
+        pytest.param("sft", "--data.type environment --data.id sort-letters --max-steps 3", marks=needs("sft")),
         ("trainer", "--max-steps 3"),
         ("orchestrator", "--env.0.id sort-letters"),
         ("inference", "--model m"),

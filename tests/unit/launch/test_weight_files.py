@@ -235,7 +235,7 @@ def words_of(verb: str, model: Path, tmp_path: Path) -> list[str]:
 
 @pytest.mark.heavy
 @needs("doctor")
-@pytest.mark.parametrize("verb", ["rl", "sft", "inference"])
+@pytest.mark.parametrize("verb", ["rl", pytest.param("sft", marks=needs("sft")), "inference"])
 def test_a_start_a_dry_run_and_the_doctor_refuse_with_the_same_line(verb, model, tmp_path, capsys) -> None:
     change(model, FAULTS["wrapped"][0])
     words = words_of(verb, model, tmp_path)

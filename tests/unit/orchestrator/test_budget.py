@@ -8,6 +8,7 @@ import random
 import pytest
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
@@ -135,6 +136,7 @@ def test_what_is_wrong_with_a_budget_is_said(words, message):
         load(RLConfig, [*envs, *words])
 
 
+@needs("sft")
 def test_sft_refuses_a_price_of_what_it_does_not_do():
     words = ["--data.type", "environment", "--data.id", "sort-letters", "--max-steps", "4"]
     with pytest.raises(ConfigError, match=r"prices.sampled_tokens = 1(.0)? does nothing: `sft` samples no tokens"):

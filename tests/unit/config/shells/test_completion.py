@@ -141,7 +141,7 @@ def test_the_script_knows_every_key_and_starts_no_python(capsys):
                 continue
             for path, _, key in all_paths(root):
                 assert key.item_sections or f"--{path.replace('_', '-')}" in text, (verb, path)
-        assert all(f" {verb}" in text for verb in ("rl", "sft", "trainer", "orchestrator", "inference"))
+        assert all(f" {verb}" in text for verb in ("rl", "trainer", "orchestrator", "inference"))
 
 
 @pytest.mark.parametrize(

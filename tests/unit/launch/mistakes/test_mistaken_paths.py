@@ -110,7 +110,7 @@ def test_a_full_disk_is_no_bug(is_child, file, monkeypatch, capsys):
 
     monkeypatch.setattr(verbs, "run_config_verb", fail)
     monkeypatch.setenv(keeper.VARIABLE, "1") if is_child else monkeypatch.delenv(keeper.VARIABLE, raising=False)
-    assert cli.run_verb("sft", ["@", "a.toml"]) == 1
+    assert cli.run_verb("rl", ["@", "a.toml"]) == 1
     place = "a file that was being written" if file is None else repr(file)
     assert capsys.readouterr().err == f"error: {place}: no space left on device; free some, or give another place\n"
 
