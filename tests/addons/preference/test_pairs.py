@@ -13,12 +13,12 @@ from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logg
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.render import build_renderer
 from stretto.config.sections.sft import LossMaskSection, PreferenceData
-from stretto.dry_run import SCREENS
 from stretto.monitors.file import read_metrics
 from stretto_preference.learner import reference_of
 from stretto_preference.loss import bradley_terry_loss, dpo_loss
 from stretto_preference.rows import Pairs, load_pairs, pack_pairs, parse_pair, render_pair
 from stretto_sft import training as sft
+from stretto_sft.dry_run import sft_screen
 from stretto_sft.rows import parse_row, render_row
 
 pytestmark = pytest.mark.heavy
@@ -274,9 +274,9 @@ def test_a_schedule_that_does_not_fit_into_the_epochs_of_pairs_is_refused_by_a_d
     linear = {"type": "linear", "warmup_steps": 3, "decay_steps": 4}
     cfg = pair_config(tmp_path, {"type": "dpo"}, scheduler=linear, **run)
     with pytest.raises(ConfigError, match=r"3 \+ 4, but max_epochs = 2 of 24 examples in batches of 8 are 6 steps"):
-        SCREENS["sft"](cfg)
+        sft_screen(cfg)
     fits = pair_config(tmp_path, {"type": "dpo"}, scheduler=linear | {"decay_steps": 3}, **run)
-    assert "trains 2 epochs" in SCREENS["sft"](fits)
+    assert "trains 2 epochs" in sft_screen(fits)
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])

@@ -22,6 +22,7 @@ from stretto.base import keeper
 from stretto.check import weights
 from stretto.config.describe import COMMON_KEYS, ROOTS, help_text, markdown
 from stretto.config.load import dump, load
+from stretto.config.root import SFTConfig
 from stretto.config.section import all_paths
 from stretto.config.synonyms import SYNONYMS
 from stretto.dry_run import SCREENS
@@ -360,7 +361,7 @@ def test_help_finds_a_key_by_the_name_that_others_give_it_and_by_its_description
 
 
 def test_every_key_that_another_name_points_at_exists() -> None:
-    known = {path for root in ROOTS.values() for path, _, _ in all_paths(root)}
+    known = {path for root in (*ROOTS.values(), SFTConfig) for path, _, _ in all_paths(root)}
     of_dataset = ("path", "eval_path", "reward", "rewards", "generate", "shuffle")
     known |= {f"orchestrator.env.0.args.{name}" for name in of_dataset}
     assert {path for paths in SYNONYMS.values() for path in paths} <= known

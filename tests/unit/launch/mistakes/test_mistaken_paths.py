@@ -126,7 +126,7 @@ def test_a_mark_of_windows_at_the_head_of_a_configuration_is_no_part_of_it(place
     [
         ("RL @ ok.toml", "did you mean `rl`?"),
         ("train @ ok.toml", "did you mean `rl`?"),
-        ("finetune", "did you mean `sft`?"),
+        pytest.param("finetune", "did you mean `sft`?", marks=needs("sft")),
         ("ok.toml", "a verb comes first, as in `stretto rl @ ok.toml`"),
         ("--hlp", "did you mean --help?"),
         ("rl --hepl @ ok.toml", "did you mean --help?"),
