@@ -16,6 +16,7 @@ from stretto import addons
 from stretto.base import ports, process, rundir
 from stretto.base.errors import ConfigError, DataError
 from stretto.check.backend import check_trainer_python, find_backend
+from stretto.check.checkpoint import check_resumed
 from stretto.check.code import Checked, check_sft_records, check_trainer_hooks, check_user_code
 from stretto.check.devices import check_sft_devices, check_trained_on_cpu
 from stretto.check.models import (
@@ -91,10 +92,17 @@ def rl(cfg: RLConfig) -> str:
     rows += _images(cfg.model) if cfg.inference is None else []
     started = beside.sections(cfg).values()
     rows += _servers(player, has_engine=cfg.inference is not None, started=started)
-    changed = changes(cfg.run_dir.config("run"), cfg, plan.config) if cfg.resume and cfg.resume.dir is None else []
-    lines = "".join(textwrap.shorten(f"changed: {line}", WIDTH, placeholder=" ...") + "\n" for line in changed)
-    written = f"{_run_directory(cfg)}\n{lines}its configs and commands are in {directory / 'configs'} and plan.json"
+    written = f"{_run_directory(cfg)}\n{_changes(cfg, plan.config)}its configs and commands are in "
+    written += f"{directory / 'configs'} and plan.json"
     return _screen(rows, _first_tasks(tasks), table(plan), written, job(cfg))
+
+
+def _changes(cfg: RLConfig | SFTConfig, resolved: RLConfig | None = None) -> str:
+    """The keys of a resumed run that have changed, a line for each; resolved: the config with a plan's choices."""
+    if cfg.resume is None or cfg.resume.dir is not None:
+        return ""
+    changed = changes(cfg.run_dir.config("run"), cfg, resolved)
+    return "".join(textwrap.shorten(f"changed: {line}", WIDTH, placeholder=" ...") + "\n" for line in changed)
 
 
 def _backend(trainer: TrainerKeys, *, needs_gpu: bool) -> Rows:
@@ -181,6 +189,7 @@ def sft(cfg: SFTConfig) -> str:
     from stretto.launch.plan.sft_ranks import find_gpus, table
 
     rundir.check(cfg.run_dir, **cfg.start_options)
+    check_resumed(cfg)
     check_model(cfg.model, cfg.num_ranks, "model")
     check_sft_devices(cfg)
     checked = check_sft_records(cfg)
@@ -199,7 +208,8 @@ def sft(cfg: SFTConfig) -> str:
     rows = [*_model(cfg.model, missing), *_renderer(renderer), *_weights(cfg)]
     rows += [*_code(checked), *_monitors(cfg.monitors, is_fed_here=cfg.ray is None), *budget]
     nodes = table(cfg) if is_wide else ""
-    return _screen(rows, example, f"{ranks}; {trains}", nodes, _run_directory(cfg), job(cfg))
+    written = f"{_run_directory(cfg)}\n{_changes(cfg)}".rstrip()
+    return _screen(rows, example, f"{ranks}; {trains}", nodes, written, job(cfg))
 
 
 def evaluate(cfg: EvalConfig) -> str:

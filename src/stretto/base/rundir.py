@@ -471,6 +471,7 @@ def _is_run(run: RunDir) -> bool:
     is_just_created = bool(contents) and contents <= {
         path.name for path in (run.lock, run.secret, run.launch, run.slurm, run.ray, run.given)
     }
+    is_just_created |= run.lock.name in contents and contents <= _HARMLESS  # claimed, with its logs
     return run.configs.is_dir() or run.ledger.exists() or is_just_created
 
 

@@ -75,6 +75,15 @@ def test_a_file_that_a_killed_start_was_writing_keeps_no_name(run: RunDir, name:
     assert not run.ledger.exists()
 
 
+def test_what_was_claimed_and_ended_before_its_configs_can_be_cleaned(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    rundir.claim(run, **NEW).close()
+    run.logs.mkdir()
+    run.log("launcher").touch()
+    rundir.claim(run, **NEW | {"clean": True}).close()
+    assert not run.logs.exists()
+
+
 def test_a_directory_that_is_no_run_is_kept(tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
     with pytest.raises(ConfigError, match="exists in"):

@@ -16,7 +16,8 @@ from processes import forked
 from processes.add_ons import needs
 from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
 
-from stretto.base.errors import ConfigError, DataError
+from stretto import dry_run
+from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.base.status import FINISH_VAR
 from stretto.chat import templates
 from stretto.config.load import dump, load, write_json
@@ -162,8 +163,26 @@ def test_run_directories_are_guarded(tmp_path):
 def test_resume_with_other_data_is_refused(tmp_path):
     sft.main(config(tmp_path, max_steps=1))
     other = {"type": "environment", "id": "sort-letters", "num_rows": 41}
+    cfg = config(tmp_path, resume={}, data=other, max_steps=9)
     with pytest.raises(DataError, match="other data"):
-        sft.main(config(tmp_path, resume={}, data=other))
+        sft.main(cfg)
+    assert json.loads(cfg.run_dir.config("run").read_text())["max_steps"] == 1, "the config that it was started with"
+
+
+def test_a_dry_run_knows_what_a_resumed_run_has_changed_and_what_it_refuses(tmp_path):
+    sft.main(config(tmp_path, max_steps=2))
+    assert "\nchanged: max_steps: 2 -> 8" in dry_run.sft(config(tmp_path, resume={}))
+    for changes, message in (
+        ({"max_steps": 1}, r"max_steps = 1, .*after step 2"),
+        ({"optim": {"type": "sgd"}}, r"'adamw', but \[optim\] type = 'sgd'"),
+        ({"model": {"scratch": SCRATCH, "lora": {"rank": 4}}}, r"without an adapter, .*\[model\.lora\]"),
+        ({"resume": {"step": 1}}, "complete: 2"),
+    ):
+        with pytest.raises(StrettoError, match=message):
+            dry_run.sft(config(tmp_path, **{"resume": {}} | changes))
+    (config(tmp_path).run_dir.checkpoint(2) / "trainer" / ".metadata").write_bytes(b"half")
+    with pytest.raises(DataError, match=r"\.metadata: has 4 of \d+ bytes"):
+        dry_run.sft(config(tmp_path, resume={}))
 
 
 def test_a_template_with_a_date_writes_that_of_the_first_day_after_a_resume(tmp_path, monkeypatch):
