@@ -107,6 +107,7 @@ def main(cfg: SFTConfig) -> int:
         session = build_session(cfg, start)
         if is_lead_process() and not session.is_new:  # a resume that is refused leaves the run's own
             write_json(cfg.run_dir.config("run"), dump(cfg))
+            rundir.go_back(cfg.run_dir, session.saved_step)
         with stop_on_signal(*stop_signals(), signal.SIGUSR2) as stop:
             stop.is_set |= was_asked_to_finish()  # the signal may have come before this handler was set
             run_steps(session, stop, snapshots)

@@ -75,6 +75,22 @@ def test_a_file_that_a_killed_start_was_writing_keeps_no_name(run: RunDir, name:
     assert not run.ledger.exists()
 
 
+def test_what_a_run_has_left_by_going_back_is_not_resumed_nor_kept_for_the_new(run: RunDir) -> None:
+    for step in (2, 4, 6):
+        run.checkpoint(step).mkdir(parents=True)
+        run.complete_marker(step).touch()
+    assert rundir.go_back(run, 6) == [] and not run.undone.exists()
+    assert rundir.go_back(run, 2) == [4, 6]
+    resumed = {"resume": True, "clean": False}
+    assert rundir.check(run, step=None, **resumed) == 2, "it was killed before its next checkpoint"
+    with pytest.raises(ConfigError, match=r"complete: 2.*undone"):
+        rundir.check(run, step=6, **resumed)
+    run.checkpoint(4).mkdir()
+    run.complete_marker(4).touch()
+    assert rundir.prune_checkpoints(run, 2) == [6] and not run.undone.exists()
+    assert run.complete_checkpoints() == [2, 4]
+
+
 def test_what_was_claimed_and_ended_before_its_configs_can_be_cleaned(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     rundir.claim(run, **NEW).close()

@@ -294,6 +294,15 @@ def test_damaged_checkpoint_is_named(tmp_path):
         sft.main(config(tmp_path, resume={}))
 
 
+def test_a_run_that_goes_back_keeps_its_new_checkpoints(tmp_path):
+    sft.main(config(tmp_path, max_steps=3, ckpt={"interval": 1}))
+    cfg = config(tmp_path, max_steps=2, resume={"step": 1}, optim={"lr": 1e-2}, ckpt={"interval": 1, "keep_last": 1})
+    sft.main(cfg)
+    assert cfg.run_dir.complete_checkpoints() == [2] and not cfg.run_dir.undone.exists()
+    config_of_2 = json.loads(cfg.run_dir.config("run").read_text())
+    assert config_of_2["optim"]["lr"] == 1e-2
+
+
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
     cfg = config(tmp_path, max_steps=7, ckpt={"interval": 2, "keep_last": 2, "weights": {"interval": 4}})
     sft.main(cfg)
