@@ -149,8 +149,13 @@ def go_back(run: RunDir, step: int) -> list[int]:
     """Set the complete checkpoints of later steps aside, since the run goes on after `step`; their steps.
 
     A later `--resume` would otherwise continue what was left, and limits on checkpoints would keep it alone.
-    `prune_checkpoints` deletes them once the run has made another checkpoint.
+    `prune_checkpoints` deletes them once the run has made another checkpoint. Evals of later versions count as not
+    done, because the same version will be of other weights: their results are renamed.
     """
+    for results in run.evals.glob("version_*/results.json"):
+        version = results.parent.name.removeprefix("version_")
+        if version.isdigit() and int(version) > step:
+            results.replace(results.with_name("results_undone.json"))
     later = [each for each in run.complete_checkpoints() if each > step]
     for each in reversed(later):
         run.undone.mkdir(exist_ok=True)

@@ -79,8 +79,12 @@ def test_what_a_run_has_left_by_going_back_is_not_resumed_nor_kept_for_the_new(r
     for step in (2, 4, 6):
         run.checkpoint(step).mkdir(parents=True)
         run.complete_marker(step).touch()
-    assert rundir.go_back(run, 6) == [] and not run.undone.exists()
+    assert rundir.go_back(run, 6) == [] and not run.undone.exists(), "it goes on from the newest"
+    for version in (2, 4):
+        run.eval(version).mkdir(parents=True)
+        run.eval_results(version).write_text("[]")
     assert rundir.go_back(run, 2) == [4, 6]
+    assert run.eval_results(2).exists() and not run.eval_results(4).exists(), "4 will be another version"
     resumed = {"resume": True, "clean": False}
     assert rundir.check(run, step=None, **resumed) == 2, "it was killed before its next checkpoint"
     with pytest.raises(ConfigError, match=r"complete: 2.*undone"):
