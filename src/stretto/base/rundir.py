@@ -371,6 +371,11 @@ def _resume_step(run: RunDir, contents: list[str], step: int | None) -> int:
             f"--resume: there is no run {run.path.name!r} in {run.path.parent}{known}. Check run.name and "
             f"output_dir, or leave --resume out to start it."
         )
+    if run.checkpoints.is_symlink() and not run.checkpoints.exists():
+        raise ConfigError(
+            f"--resume: {run.checkpoints} is a link to {os.readlink(run.checkpoints)}, which is not there; mount that "
+            "disk, or move the directory back and correct the link."
+        )
     complete = run.complete_checkpoints()
     if step is not None and step not in complete:
         have = ", ".join(map(str, complete)) or "none"

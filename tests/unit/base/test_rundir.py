@@ -95,6 +95,12 @@ def test_what_a_run_has_left_by_going_back_is_not_resumed_nor_kept_for_the_new(r
     assert run.complete_checkpoints() == [2, 4]
 
 
+def test_checkpoints_on_a_disk_that_is_not_there_are_not_missing(run: RunDir) -> None:
+    run.checkpoints.symlink_to("gone")
+    with pytest.raises(ConfigError, match="a link to gone, which is not there"):
+        rundir.check(run, resume=True, step=None, clean=False)
+
+
 def test_what_was_claimed_and_ended_before_its_configs_can_be_cleaned(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     rundir.claim(run, **NEW).close()

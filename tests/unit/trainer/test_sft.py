@@ -15,6 +15,7 @@ import torch
 from processes import forked
 from processes.add_ons import needs
 from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
+from tiny import build_learner
 
 from stretto import dry_run
 from stretto.base.errors import ConfigError, DataError, StrettoError
@@ -25,6 +26,7 @@ from stretto.config.root import SFTConfig
 from stretto.monitors.file import read_metrics
 from stretto.trainer import sft
 from stretto.trainer.batch.sft_data import ExampleOrder
+from stretto.trainer.publish import online_evals
 
 pytestmark = pytest.mark.heavy
 
@@ -301,6 +303,21 @@ def test_a_run_that_goes_back_keeps_its_new_checkpoints(tmp_path):
     assert cfg.run_dir.complete_checkpoints() == [2] and not cfg.run_dir.undone.exists()
     config_of_2 = json.loads(cfg.run_dir.config("run").read_text())
     assert config_of_2["optim"]["lr"] == 1e-2
+
+
+def test_versions_that_wait_for_their_eval_outlive_a_kill_and_those_of_undone_steps_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(online_evals.process, "start", lambda *words, **settings: None)
+    cfg = config(tmp_path, eval={"env": [{"id": "sort-letters"}], "interval": 2})
+    for version in (2, 4, 6):
+        (cfg.run_dir.broadcasts / f"version_{version}").mkdir(parents=True)
+    cfg.run_dir.eval(2).mkdir(parents=True)
+    cfg.run_dir.eval_results(2).write_text("[]")
+    learner = build_learner()
+    learner.step = 5
+    evals = online_evals.OnlineEvals(cfg, learner, tmp_path, 8)
+    assert os.listdir(cfg.run_dir.broadcasts) == ["version_4"]
+    evals._publisher.publish(6, [])
+    assert sorted(os.listdir(cfg.run_dir.broadcasts)) == ["version_4", "version_6"]
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
