@@ -200,14 +200,13 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
         if validation is not None and not session.is_new:
             validation.load(read_position(start).get("val"), start[1])
     logger.info(
-        "%d %s, %d tokens; %d parameters on %s; steps %d to %d",
+        "%d %s, %d tokens; %d parameters on %s; %s",
         len(examples),
         "examples" if cfg.pair_loss is None else "pairs",
         examples.num_tokens,
         sum(p.numel() for p in policy.parameters()),
         training_device(),
-        learner.step + 1,
-        max_steps,
+        f"steps {learner.step + 1} to {max_steps}" if learner.step < max_steps else f"all {max_steps} steps are done",
     )
     return session
 
