@@ -82,10 +82,17 @@ def rl(cfg: RLConfig) -> str:
     rows += _images(cfg.model) if cfg.inference is None else []
     started = beside.sections(cfg).values()
     rows += _servers(player, has_engine=cfg.inference is not None, started=started)
-    changed = changes(cfg.run_dir.config("run"), cfg, plan.config) if cfg.resume and cfg.resume.dir is None else []
-    lines = "".join(textwrap.shorten(f"changed: {line}", WIDTH, placeholder=" ...") + "\n" for line in changed)
-    written = f"{run_directory(cfg)}\n{lines}its configs and commands are in {directory / 'configs'} and plan.json"
+    written = f"{run_directory(cfg)}\n{changed_lines(cfg, plan.config)}its configs and commands are in "
+    written += f"{directory / 'configs'} and plan.json"
     return screen(rows, _first_tasks(tasks), table(plan), written, job(cfg))
+
+
+def changed_lines(cfg: RLConfig | SFTConfig, resolved: RLConfig | None = None) -> str:
+    """The keys of a resumed run that have changed, a line for each; resolved: the config with a plan's choices."""
+    if cfg.resume is None or cfg.resume.dir is not None:
+        return ""
+    changed = changes(cfg.run_dir.config("run"), cfg, resolved)
+    return "".join(textwrap.shorten(f"changed: {line}", WIDTH, placeholder=" ...") + "\n" for line in changed)
 
 
 def _backend(trainer: TrainerKeys, *, needs_gpu: bool) -> Rows:

@@ -250,9 +250,13 @@ def _load(verb: str, words: list[str], command: str) -> RunRoot:
         sys.stderr.write("reading the configuration\r")
         sys.stderr.flush()
     try:
-        from stretto.config.load import load
+        from stretto.config.load import check_place, load
 
-        return load(root_of(verb), _own_flags(verb, words), verb=command)
+        words = _own_flags(verb, words)
+        cfg = load(root_of(verb), words, verb=command)
+        if verb in ("rl", "sft"):
+            check_place(cfg, words)
+        return cfg
     finally:
         if shows:
             sys.stderr.write("\x1b[K")

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -206,11 +207,14 @@ def reference_of(
 
 
 def _read(path: Path, key: str, num_pairs: int) -> np.ndarray:
-    """What a file has; NaN if it is of other pairs, or there is none."""
-    if path.is_file():
-        with np.load(path) as file:
-            if str(file["key"]) == key:
-                return np.asarray(file["logprobs"])
+    """What a file has; NaN if it is of other pairs or damaged, or there is none."""
+    try:
+        if path.is_file():
+            with path.open("rb") as opened, np.load(opened) as file:
+                if str(file["key"]) == key and file["logprobs"].shape == (num_pairs, 2):
+                    return np.asarray(file["logprobs"])
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+        logger.warning("%s is damaged (%s): the start's log-probabilities are computed again", path, error)
     return np.full((num_pairs, 2), np.nan)
 
 

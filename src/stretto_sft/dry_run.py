@@ -10,12 +10,14 @@ from stretto import addons
 from stretto.base import rundir
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.render import Renderer
+from stretto.check.checkpoint import check_resumed
 from stretto.check.models import check_model
 from stretto.config.root import SFTConfig
 from stretto.config.sections.sft import PREFERENCE, EnvData, PreferenceData, RewardSection
 from stretto.dry_run import (
     boxed,
     budget_rows,
+    changed_lines,
     code_rows,
     job,
     model_rows,
@@ -46,6 +48,7 @@ LONG_ROW = 200  # tokens of a row in which they are worth it
 def sft_screen(cfg: SFTConfig) -> str:
     """The screen of `sft`."""
     rundir.check(cfg.run_dir, **cfg.start_options)
+    check_resumed(cfg)
     check_model(cfg.model, cfg.num_ranks, "model")
     check_devices(cfg)
     checked = check_records(cfg)
@@ -64,7 +67,8 @@ def sft_screen(cfg: SFTConfig) -> str:
     rows = [*model_rows(cfg.model, missing), *renderer_rows(renderer), *weight_rows(cfg)]
     rows += [*code_rows(checked), *monitor_rows(cfg.monitors, is_fed_here=cfg.ray is None), *budget]
     nodes = table(cfg) if is_wide else ""
-    return screen(rows, example, f"{ranks}; {trains}", nodes, run_directory(cfg), job(cfg))
+    written = f"{run_directory(cfg)}\n{changed_lines(cfg)}".rstrip()
+    return screen(rows, example, f"{ranks}; {trains}", nodes, written, job(cfg))
 
 
 def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:

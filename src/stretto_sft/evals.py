@@ -47,6 +47,7 @@ class OnlineEvals:
             return
         self._run.evals.mkdir(parents=True, exist_ok=True)
         self._run.evals_end.unlink(missing_ok=True)
+        self._publisher.keep(self._waiting_versions())
         section = cfg.eval.model_dump()
         settings = {key: section.pop(key) for key in ("max_inflight_rollouts", "rollout_timeout_s")}
         # Only the keys that were given: without a port, the process that starts the engine finds a free one.
@@ -139,15 +140,15 @@ class OnlineEvals:
         lines = "\n  ".join(self._child.tail())
         return f"the process of the evals ended ({process.describe_exit(code)}); its last lines:\n  {lines}"
 
+    def _waiting_versions(self) -> list[int]:
+        """Versions of this run that are published and not yet evaluated, in order."""
+        versions = sorted(int(path.name.partition("_")[2]) for path in self._run.broadcasts.glob("version_*"))
+        waiting = (version for version in versions if read_rows(self._run.eval_results(version)) is None)
+        return [version for version in waiting if version <= self._learner.step]
+
     def _release(self) -> None:
         """Release all versions before the oldest one that is not evaluated yet."""
-        waiting = self._published
-        for path in sorted(self._run.broadcasts.glob("version_*"), key=lambda p: int(p.name.partition("_")[2])):
-            version = int(path.name.partition("_")[2])
-            if read_rows(self._run.eval_results(version)) is None:
-                waiting = version
-                break
-        self._publisher.release(waiting - 1)
+        self._publisher.release(next(iter(self._waiting_versions()), self._published) - 1)
 
 
 def read_results(evals: Path) -> dict[int, dict[str, float]]:

@@ -20,6 +20,7 @@ from stretto.base.errors import ConfigError
 from stretto.base.ports import PortClaims
 from stretto.base.status import SUPERVISED_VAR
 from stretto.check import nodes as node_checks
+from stretto.check.checkpoint import check_resumed
 from stretto.check.nodes import check_ports, check_reachable, find_node_rank
 from stretto.config.root import SFTConfig
 from stretto.config.sections.deployment import NodesDeployment
@@ -70,6 +71,8 @@ def _fetch_model(cfg: SFTConfig) -> None:
 
 
 def _claim(cfg: SFTConfig) -> rundir.Claim:
+    rundir.check(cfg.run_dir, **cfg.start_options)
+    check_resumed(cfg)
     checkpoints = None if cfg.ckpt is None else cfg.ckpt.output_dir
     claim = rundir.claim(cfg.run_dir, **cfg.start_options, checkpoints=checkpoints)
     log.setup("launcher", cfg.run_dir, cfg.log.level, cfg.log.json_logging, is_quiet=True)

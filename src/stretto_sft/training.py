@@ -38,6 +38,7 @@ from stretto.chat.patches import load_image_processor
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.templates import fix_clock
 from stretto.chat.tokenizer import load_tokenizer
+from stretto.check.checkpoint import check_resumed
 from stretto.config.changes import changes
 from stretto.config.load import dump, write_json
 from stretto.config.root import SFTConfig
@@ -94,6 +95,9 @@ def main(cfg: SFTConfig) -> int:
         torch.manual_seed(cfg.seed)
         snapshots = MemorySnapshots(cfg.memory_profiler_path, rank_name(ROLE))
         session = build_session(cfg, start)
+        if is_lead_process() and not session.is_new:  # a resume that is refused leaves the run's own
+            write_json(cfg.run_dir.config("run"), dump(cfg))
+            rundir.go_back(cfg.run_dir, session.saved_step)
         with stop_on_signal(*stop_signals(), signal.SIGUSR2) as stop:
             stop.is_set |= was_asked_to_finish()  # the signal may have come before this handler was set
             run_steps(session, stop, snapshots)
@@ -117,9 +121,11 @@ def _prepare_run_dir(cfg: SFTConfig, stack: ExitStack) -> tuple[tuple[str, int] 
         checkpoints = None if cfg.ckpt is None else cfg.ckpt.output_dir
         claim = rundir.claim(run, **cfg.start_options, checkpoints=checkpoints)
         stack.callback(claim.close)
+    check_resumed(cfg)
     run.configs.mkdir(parents=True, exist_ok=True)
     changed = changes(run.config("run"), cfg) if resume is not None and resume.dir is None else []
-    write_json(run.config("run"), dump(cfg))
+    if resume is None or resume.dir is not None:
+        write_json(run.config("run"), dump(cfg))
     if resume is None:
         return None, changed, _keep_moment(run, None)
     origin_run, step = rundir.find_checkpoint(run, resume.step, resume.dir)
@@ -184,14 +190,13 @@ def build_session(cfg: SFTConfig, start: ResumePoint | None) -> Session:
         if validation is not None and not session.is_new:
             validation.load(read_position(start).get("val"), start[1])
     logger.info(
-        "%d %s, %d tokens; %d parameters on %s; steps %d to %d",
+        "%d %s, %d tokens; %d parameters on %s; %s",
         len(examples),
         "examples" if cfg.pair_loss is None else "pairs",
         examples.num_tokens,
         sum(p.numel() for p in policy.parameters()),
         training_device(),
-        learner.step + 1,
-        max_steps,
+        f"steps {learner.step + 1} to {max_steps}" if learner.step < max_steps else f"all {max_steps} steps are done",
     )
     return session
 

@@ -69,8 +69,10 @@ def atomic_path(path: Path, *, is_durable: bool = False) -> Iterator[Path]:
     try:
         yield part
         put_in_place(part, path, is_durable=is_durable)
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and not error.filename:  # a write to an open file names none
+            error.filename = str(path)
         raise
 
 

@@ -153,6 +153,9 @@ class RunDir:
         """Marker of a complete checkpoint, written last; without it the checkpoint does not count."""
         return self.checkpoint(step) / "COMPLETE"
 
+    undone = _Below("checkpoints/undone")
+    """Directory of complete checkpoints after a step to which the run has gone back, until it has made another one."""
+
     def complete_checkpoints(self) -> list[int]:
         """Steps whose checkpoint is complete, in ascending order."""
         return [step for step in _steps_in(self.checkpoints) if self.complete_marker(step).exists()]

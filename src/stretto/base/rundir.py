@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError, reason_of
-from stretto.base.files import read_holder, try_lock, whole_name, write_atomic, write_holder
+from stretto.base.files import flush, read_holder, try_lock, whole_name, write_atomic, write_holder
 from stretto.base.paths import RunDir
 
 logger = logging.getLogger(__name__)
@@ -145,8 +145,33 @@ def drop_unfinished(run: RunDir) -> None:
         _delete([*exports.glob("*.part"), *exports.glob(".*")])
 
 
+def go_back(run: RunDir, step: int) -> list[int]:
+    """Set the complete checkpoints of later steps aside, since the run goes on after `step`; their steps.
+
+    A later `--resume` would otherwise continue what was left, and limits on checkpoints would keep it alone.
+    `prune_checkpoints` deletes them once the run has made another checkpoint. Evals of later versions count as not
+    done, because the same version will be of other weights: their results are renamed.
+    """
+    for results in run.evals.glob("version_*/results.json"):
+        version = results.parent.name.removeprefix("version_")
+        if version.isdigit() and int(version) > step:
+            results.replace(results.with_name("results_undone.json"))
+    later = [each for each in run.complete_checkpoints() if each > step]
+    for each in reversed(later):
+        run.undone.mkdir(exist_ok=True)
+        aside = run.undone / run.checkpoint(each).name
+        shutil.rmtree(aside, ignore_errors=True)
+        run.checkpoint(each).rename(aside)
+    if later:
+        flush(run.undone)
+        flush(run.checkpoints)
+        steps = ", ".join(map(str, later))
+        logger.info("undone: checkpoints of steps %s, which are in %s until there is another one", steps, run.undone)
+    return later
+
+
 def prune_checkpoints(run: RunDir, keep_last: int | None, keep_interval: int | None = None) -> list[int]:
-    """Delete complete checkpoints, marker first; the steps that were deleted.
+    """Once a checkpoint is complete, delete others, marker first, and what `go_back` has set aside; their steps.
 
     The newest `keep_last` are kept (None: all), and those of every `keep_interval`-th step.
     """
@@ -156,6 +181,10 @@ def prune_checkpoints(run: RunDir, keep_last: int | None, keep_interval: int | N
     for step in deleted:
         run.complete_marker(step).unlink(missing_ok=True)
         shutil.rmtree(run.checkpoint(step), ignore_errors=True)
+    if run.undone.is_dir():
+        left = {int(path.name.removeprefix("step_")) for path in run.undone.glob("step_*")}
+        deleted += sorted(left.difference(complete))
+        shutil.rmtree(run.undone, ignore_errors=True)
     if deleted:
         logger.info("deleted checkpoints of steps %s", ", ".join(map(str, deleted)))
     return deleted
@@ -218,7 +247,7 @@ def _link_checkpoints(run: RunDir, directory: Path) -> None:
 def _delete_linked(run: RunDir) -> None:
     """Delete checkpoints behind a link: `_delete` removes the link alone."""
     if run.checkpoints.is_symlink():
-        _delete(run.checkpoints.glob("step_*"))
+        _delete([*run.checkpoints.glob("step_*"), run.undone])
 
 
 def check(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: Path | None = None) -> int | None:
@@ -342,10 +371,17 @@ def _resume_step(run: RunDir, contents: list[str], step: int | None) -> int:
             f"--resume: there is no run {run.path.name!r} in {run.path.parent}{known}. Check run.name and "
             f"output_dir, or leave --resume out to start it."
         )
+    if run.checkpoints.is_symlink() and not run.checkpoints.exists():
+        raise ConfigError(
+            f"--resume: {run.checkpoints} is a link to {os.readlink(run.checkpoints)}, which is not there; mount that "
+            "disk, or move the directory back and correct the link."
+        )
     complete = run.complete_checkpoints()
     if step is not None and step not in complete:
         have = ", ".join(map(str, complete)) or "none"
-        raise ConfigError(f"--resume.step {step}: {run} has no complete checkpoint of that step; complete: {have}.")
+        undone = f" Later ones are undone, and in {run.undone} until there is another." if run.undone.is_dir() else ""
+        message = f"--resume.step {step}: {run} has no complete checkpoint of that step; complete: {have}."
+        raise ConfigError(message + undone)
     if not complete:
         raise ConfigError(
             f"--resume: {run} has no complete checkpoint to resume from. There is: "
@@ -471,6 +507,7 @@ def _is_run(run: RunDir) -> bool:
     is_just_created = bool(contents) and contents <= {
         path.name for path in (run.lock, run.secret, run.launch, run.slurm, run.ray, run.given)
     }
+    is_just_created |= run.lock.name in contents and contents <= _HARMLESS  # claimed, with its logs
     return run.configs.is_dir() or run.ledger.exists() or is_just_created
 
 

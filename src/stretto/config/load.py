@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 from stretto.base import rundir
 from stretto.base.errors import ConfigError
 from stretto.base.files import write_atomic
+from stretto.base.paths import RunDir
 from stretto.base.status import is_supervised
 from stretto.config.masks import masked
 from stretto.config.reading.draft import RUN_TABLES, Draft, Given, dotted_to_path
@@ -124,6 +127,27 @@ def names_whole_run(arguments: Sequence[str]) -> bool:
     files = [each for each in parse_arguments(RLConfig, list(arguments)) if isinstance(each, FileArgument)]
     found = [read_file(file.path) for file in files if not file.prefix]
     return any(table in each[0] for each in found if not isinstance(each, str) for table in RUN_TABLES)
+
+
+def check_place(cfg: RunRoot, arguments: Sequence[str]) -> None:
+    """Check that a run's own file, RUN/configs/run.json, resumes or deletes the run beside it, not one that was copied.
+
+    Raises: ConfigError naming both directories.
+    """
+    is_told = any(re.match(r"--(output[-_]dir|run)\b", word) for word in arguments)
+    if is_told or not (cfg.clean or (cfg.resume is not None and cfg.resume.dir is None)):
+        return
+    for file in parse_arguments(type(cfg), list(arguments)):
+        path = Path(os.path.abspath(file.path)) if isinstance(file, FileArgument) else Path()
+        run = RunDir(path.parent.parent)
+        if path != run.config("run") or not (run.ledger.exists() or run.checkpoints.exists()):
+            continue
+        if os.path.realpath(run) != os.path.realpath(cfg.run_path):
+            raise ConfigError(
+                f"{path} says that its run is in {cfg.run_path}, but it lies in {run}: the directory was copied or "
+                f"moved. To go on here, add --output-dir {run.path.parent} --run.name {run.path.name}; to go on there, "
+                f"give {RunDir(cfg.run_path).config('run')}"
+            )
 
 
 def build(

@@ -424,7 +424,8 @@ class Learner:
                 parts["rng.cuda"] = TensorSlice.whole(torch.cuda.get_rng_state(self.mesh.device))
         values = {"step": self.step, "optim": self._optim.type, "schedule_start": self._schedule_start}
         info = self.adapter_info()
-        return LearnerState(parts, values if info is None else values | {"adapter_scaling": info.scaling})
+        values |= {"adapter_scaling": None if info is None else info.scaling, "has_critic": self.valuer is not None}
+        return LearnerState(parts, values)
 
     @torch.no_grad()
     def load_state(self, source: StateSource) -> None:

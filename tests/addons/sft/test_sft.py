@@ -15,13 +15,16 @@ import torch
 from processes import forked
 from processes.add_ons import needs
 from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
+from tiny import build_learner
 
-from stretto.base.errors import ConfigError, DataError
+from stretto import dry_run
+from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.base.status import FINISH_VAR
 from stretto.chat import templates
 from stretto.config.load import dump, load, write_json
 from stretto.config.root import SFTConfig
 from stretto.monitors.file import read_metrics
+from stretto_sft import evals as online_evals
 from stretto_sft import training as sft
 from stretto_sft.rows import ExampleOrder
 
@@ -162,8 +165,26 @@ def test_run_directories_are_guarded(tmp_path):
 def test_resume_with_other_data_is_refused(tmp_path):
     sft.main(config(tmp_path, max_steps=1))
     other = {"type": "environment", "id": "sort-letters", "num_rows": 41}
+    cfg = config(tmp_path, resume={}, data=other, max_steps=9)
     with pytest.raises(DataError, match="other data"):
-        sft.main(config(tmp_path, resume={}, data=other))
+        sft.main(cfg)
+    assert json.loads(cfg.run_dir.config("run").read_text())["max_steps"] == 1, "the config that it was started with"
+
+
+def test_a_dry_run_knows_what_a_resumed_run_has_changed_and_what_it_refuses(tmp_path):
+    sft.main(config(tmp_path, max_steps=2))
+    assert "\nchanged: max_steps: 2 -> 8" in dry_run.sft(config(tmp_path, resume={}))
+    for changes, message in (
+        ({"max_steps": 1}, r"max_steps = 1, .*after step 2"),
+        ({"optim": {"type": "sgd"}}, r"'adamw', but \[optim\] type = 'sgd'"),
+        ({"model": {"scratch": SCRATCH, "lora": {"rank": 4}}}, r"without an adapter, .*\[model\.lora\]"),
+        ({"resume": {"step": 1}}, "complete: 2"),
+    ):
+        with pytest.raises(StrettoError, match=message):
+            dry_run.sft(config(tmp_path, **{"resume": {}} | changes))
+    (config(tmp_path).run_dir.checkpoint(2) / "trainer" / ".metadata").write_bytes(b"half")
+    with pytest.raises(DataError, match=r"\.metadata: has 4 of \d+ bytes"):
+        dry_run.sft(config(tmp_path, resume={}))
 
 
 def test_a_template_with_a_date_writes_that_of_the_first_day_after_a_resume(tmp_path, monkeypatch):
@@ -273,6 +294,30 @@ def test_damaged_checkpoint_is_named(tmp_path):
     next(cfg.run_dir.checkpoint(1).glob("trainer/*.distcp")).write_bytes(b"half")
     with pytest.raises(DataError, match="step_1/trainer"):
         sft.main(config(tmp_path, resume={}))
+
+
+def test_a_run_that_goes_back_keeps_its_new_checkpoints(tmp_path):
+    sft.main(config(tmp_path, max_steps=3, ckpt={"interval": 1}))
+    cfg = config(tmp_path, max_steps=2, resume={"step": 1}, optim={"lr": 1e-2}, ckpt={"interval": 1, "keep_last": 1})
+    sft.main(cfg)
+    assert cfg.run_dir.complete_checkpoints() == [2] and not cfg.run_dir.undone.exists()
+    config_of_2 = json.loads(cfg.run_dir.config("run").read_text())
+    assert config_of_2["optim"]["lr"] == 1e-2
+
+
+def test_versions_that_wait_for_their_eval_outlive_a_kill_and_those_of_undone_steps_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(online_evals.process, "start", lambda *words, **settings: None)
+    cfg = config(tmp_path, eval={"env": [{"id": "sort-letters"}], "interval": 2})
+    for version in (2, 4, 6):
+        (cfg.run_dir.broadcasts / f"version_{version}").mkdir(parents=True)
+    cfg.run_dir.eval(2).mkdir(parents=True)
+    cfg.run_dir.eval_results(2).write_text("[]")
+    learner = build_learner()
+    learner.step = 5
+    evals = online_evals.OnlineEvals(cfg, learner, tmp_path, 8)
+    assert os.listdir(cfg.run_dir.broadcasts) == ["version_4"]
+    evals._publisher.publish(6, [])
+    assert sorted(os.listdir(cfg.run_dir.broadcasts)) == ["version_4", "version_6"]
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):

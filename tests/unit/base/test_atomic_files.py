@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -30,6 +31,12 @@ def test_a_file_that_could_not_be_finished_leaves_the_one_before_and_nothing_els
         assert (tmp_path / "file").read_bytes() == b"one"
         raise ZeroDivisionError
     assert (tmp_path / "file").read_bytes() == b"one" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_full_disk_names_the_file_that_was_being_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space") as caught, atomic_path(tmp_path / "a.json"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(tmp_path / "a.json")
 
 
 def test_a_file_never_has_a_wider_mode_than_asked_for(tmp_path: Path) -> None:

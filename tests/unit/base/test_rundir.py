@@ -75,6 +75,41 @@ def test_a_file_that_a_killed_start_was_writing_keeps_no_name(run: RunDir, name:
     assert not run.ledger.exists()
 
 
+def test_what_a_run_has_left_by_going_back_is_not_resumed_nor_kept_for_the_new(run: RunDir) -> None:
+    for step in (2, 4, 6):
+        run.checkpoint(step).mkdir(parents=True)
+        run.complete_marker(step).touch()
+    assert rundir.go_back(run, 6) == [] and not run.undone.exists(), "it goes on from the newest"
+    for version in (2, 4):
+        run.eval(version).mkdir(parents=True)
+        run.eval_results(version).write_text("[]")
+    assert rundir.go_back(run, 2) == [4, 6]
+    assert run.eval_results(2).exists() and not run.eval_results(4).exists(), "4 will be another version"
+    resumed = {"resume": True, "clean": False}
+    assert rundir.check(run, step=None, **resumed) == 2, "it was killed before its next checkpoint"
+    with pytest.raises(ConfigError, match=r"complete: 2.*undone"):
+        rundir.check(run, step=6, **resumed)
+    run.checkpoint(4).mkdir()
+    run.complete_marker(4).touch()
+    assert rundir.prune_checkpoints(run, 2) == [6] and not run.undone.exists()
+    assert run.complete_checkpoints() == [2, 4]
+
+
+def test_checkpoints_on_a_disk_that_is_not_there_are_not_missing(run: RunDir) -> None:
+    run.checkpoints.symlink_to("gone")
+    with pytest.raises(ConfigError, match="a link to gone, which is not there"):
+        rundir.check(run, resume=True, step=None, clean=False)
+
+
+def test_what_was_claimed_and_ended_before_its_configs_can_be_cleaned(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    rundir.claim(run, **NEW).close()
+    run.logs.mkdir()
+    run.log("launcher").touch()
+    rundir.claim(run, **NEW | {"clean": True}).close()
+    assert not run.logs.exists()
+
+
 def test_a_directory_that_is_no_run_is_kept(tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
     with pytest.raises(ConfigError, match="exists in"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from os.path import expanduser
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from processes.add_ons import needs
 from stretto.base import rundir
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
-from stretto.config.load import build, dump, load
+from stretto.config.load import build, check_place, dump, load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.deployment import ResumeSection
 
@@ -88,6 +89,24 @@ def test_a_file_that_resumes_starts_a_run_and_continues_it(
     assert load(RLConfig, words).resume is None
     run.complete_marker(3).touch()
     assert load(RLConfig, words).resume == ResumeSection()
+
+
+@pytest.mark.parametrize("word", ["--resume", "--clean"])
+def test_the_file_of_a_copied_run_does_not_continue_or_delete_the_first(tmp_path: Path, word: str) -> None:
+    first, copy = RunDir(tmp_path / "r"), RunDir(tmp_path / "copy")
+    for run in (first, copy):
+        run.configs.mkdir(parents=True)
+        run.ledger.touch()
+        run.config("run").write_text(json.dumps({"output_dir": str(tmp_path), "run": {"name": "r"}, "model": {}}))
+    words = ["@", str(copy.config("run")), "--orchestrator.env.0.id", "sort-letters", word]
+    with pytest.raises(ConfigError, match=f"says that its run is in {first}, .*--run.name copy"):
+        check_place(load(RLConfig, words), words)
+    for right in (
+        [*words, "--run.name", "copy"],
+        ["@", str(first.config("run")), *words[2:]],
+        words[:-1],  # a new run: it is refused by what is in the directory
+    ):
+        check_place(load(RLConfig, right), right)
 
 
 def test_a_run_that_ended_before_its_first_step_begins_anew_also_with_a_flag(

@@ -265,11 +265,14 @@ def test_a_resumed_synchronous_run_trains_what_an_unbroken_one_does(tmp_path):
         train(cfg, FakeEngine(parrot(0.3), delay=lambda request: rng.random()), first)
     step = cfg.run_dir.latest_complete_checkpoint()
     assert step == 3
+    cfg.run_dir.checkpoint(9).mkdir()
+    cfg.run_dir.complete_marker(9).touch()  # as if it had come to step 9 and now goes back
     again = OrchestratorConfig.model_validate(cfg.model_dump() | {"resume": {"step": 3}})
     engine = FakeEngine(parrot(0.3))
     engine.version = 3
     second = FakeTrainer(max_steps=6, start=3)
     train(again, engine, second)
+    assert cfg.run_dir.complete_checkpoints() == [1, 2, 3], "a kill now goes on with what is trained now"
     assert sampled(first)[:3] + sampled(second) == sampled(whole)
 
 

@@ -9,7 +9,9 @@ import shutil
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,12 @@ from processes import forked
 from tiny import build_learner, build_policy, documents, pack, save_checkpoint
 
 from stretto.base import files, status
-from stretto.base.errors import DataError
+from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.base.rundir import prune_checkpoints
+from stretto.check.checkpoint import check_resumed
+from stretto.config.load import build
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.trainer import CkptSection, CkptWeightsSection, LinearScheduler, SgdOptim, num_kept
 from stretto.models.hub import load_model
 from stretto.models.tensor_map import TensorSlice
@@ -252,6 +257,36 @@ def test_another_models_checkpoint_is_refused(saved):
 def test_another_optimizers_checkpoint_is_refused(saved):
     with pytest.raises(DataError, match="state of optimizer 'adamw'"):
         checkpoint.load(saved, build_learner(optim=SgdOptim()), 1)
+
+
+def as_run(saved: RunDir) -> dict[str, Any]:
+    """Keys of a run that goes on from the saved checkpoint, which is complete."""
+    saved.complete_marker(1).touch()
+    return {"output_dir": str(saved.path.parent), "run": {"name": saved.path.name}, "resume": {}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"trainer": {"optim": {"type": "sgd"}}}, r"'adamw', but \[optim\] type = 'sgd'"),
+        ({"trainer": {"optim": {"type": "sgd"}}, "ckpt": {"skip_optimizer": True}}, None),
+        ({"model": {"lora": {"rank": 4}}}, r"without an adapter, .*\[model\.lora\]"),
+        ({"trainer": {"critic": {}, "advantages": {"type": "gae"}}}, r"no critic, .*\[trainer\.critic\]"),
+    ],
+)
+def test_what_ranks_would_refuse_is_known_without_torch(saved, changes, message):
+    ppo = {"algo": {"type": "ppo"}, "group_size": 1} if "critic" in changes.get("trainer", {}) else {}
+    given = {"env": [{"id": "sort-letters"}]} | ppo
+    cfg = build(RLConfig, as_run(saved) | {"orchestrator": given} | changes)
+    with pytest.raises(DataError, match=message) if message else nullcontext():
+        check_resumed(cfg)
+
+
+def test_another_kind_of_run_is_refused_before_it_starts(saved):
+    cfg = build(SFTConfig, as_run(saved) | {"max_steps": 3, "data": {"type": "environment", "id": "sort-letters"}})
+    with pytest.raises(ConfigError, match=r"of a run of `rl`.*model\.name"):
+        check_resumed(cfg)
 
 
 def test_another_schema_is_refused(saved):

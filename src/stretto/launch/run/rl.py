@@ -19,6 +19,7 @@ from stretto.base.process import EXIT_LOST
 from stretto.base.secret import Secret, find_secret, load_secret
 from stretto.check import nodes as node_checks
 from stretto.check.backend import check_trainer_python
+from stretto.check.checkpoint import check_resumed
 from stretto.check.models import check_shape, models_of, needs_vllm
 from stretto.check.start import check_files, check_node, check_processes, check_run, check_trackers
 from stretto.config.changes import changes
@@ -54,6 +55,7 @@ def main(cfg: RLConfig) -> int:
     check_router(cfg.inference)
     check_trainer_python(cfg.trainer, needs_gpu=cfg.trains_here)
     rundir.check(run, **cfg.start_options)  # before gigabytes are downloaded for a run that is then refused
+    check_resumed(cfg)
     _fetch_models(cfg)
     checkpoints = None if cfg.ckpt is None else cfg.ckpt.output_dir
     with (
@@ -140,6 +142,7 @@ def plan_only(cfg: RLConfig) -> tuple[LaunchPlan, Path]:
     run = cfg.run_dir
     check_shape(cfg)
     plan = _plan(cfg, run, rundir.check(run, **cfg.start_options))
+    check_resumed(cfg)
     # A dry run does not overwrite the configs of an existing run, which record how that was started.
     directory = run.path / "dry_run" if rundir.is_used(run) else run.path
     try:

@@ -124,6 +124,8 @@ def prepare_cursor(
         "max_off_policy_steps": cfg.max_off_policy_steps,
         "update_interval": max(cfg.weight_broadcast.interval, cfg.most_update_interval),
     }
+    if not _is_new_run(cfg) and (undone := rundir.go_back(cfg.run_dir, progress.step)):
+        report("note", text=f"checkpoints of steps {', '.join(map(str, undone))} are undone")
     if ledger.is_new:
         return _begin_ledger(ledger, buffer, mix, progress, info, cfg.run_dir)
     if _is_new_run(cfg):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stretto.base.errors import ConfigError, WireError
+from stretto.base.errors import ConfigError, EngineError, WireError
 from stretto.base.process import TRAIN_NODES_VAR, num_cores
 from stretto.check.backend import Backend
 from stretto.check.degrees import Degrees, find_degrees, find_plain_degrees
@@ -41,6 +42,8 @@ T = TypeVar("T")
 JOIN_POLL_S = 0.1
 MAX_NAMED = 16
 """The most missing ranks that an error message names."""
+_LOST_PEER = re.compile(r"(?i)connection closed by peer|connection reset by peer|broken pipe|remote process exited")
+"""What errors of gloo and NCCL say if another rank has ended."""
 
 _THREADS_BELOW = ((1e6, 1), (30e6, 4))
 """(number of parameters, threads): a model with fewer parameters is not faster with more threads."""
@@ -253,7 +256,8 @@ def process_group(
     reaches: ranks listen on the network on which this address is reached; None: MASTER_ADDR. title: a name of these
     ranks, for messages.
 
-    Raises: ConfigError if a variable of the environment is missing, WireError if ranks cannot reach each other.
+    Raises: ConfigError if a variable of the environment is missing, WireError if ranks cannot reach each other, and
+    EngineError where another rank has ended.
     """
     if num_ranks() == 1:
         yield
@@ -280,8 +284,19 @@ def process_group(
         default_store = dist.distributed_c10d._get_default_store()
         with silence.watched_nodes(default_store, host, silence.find_node(), silence.find_lost_after_s()):
             yield
+    except RuntimeError as error:
+        if (lost := lost_rank(error)) is not None:
+            raise lost from error
+        raise
     finally:
         dist.destroy_process_group()
+
+
+def lost_rank(error: RuntimeError) -> EngineError | None:
+    """What an error of gloo or NCCL says if another rank has ended; None for any other error."""
+    if not _LOST_PEER.search(str(error)):
+        return None
+    return EngineError("another of the ranks has ended, so this one cannot go on; that rank's message says why")
 
 
 def new_values_group() -> Any:

@@ -35,6 +35,7 @@ from stretto.base.files import flush_parents, put_in_place
 from stretto.base.paths import RunDir
 from stretto.base.rundir import recovery_advice
 from stretto.base.status import bytes_below, growing
+from stretto.check.checkpoint import OWN_KEYS, SCHEMA, VALUES, check_has_optimizer, check_sizes, read_values
 from stretto.config.root import SFTConfig, TrainerConfig
 from stretto.config.sections.trainer import CkptSection, is_by_time, is_checkpoint_due
 from stretto.models.tensor_map import TensorSlice
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 2
-_VALUES = "state.json"
 _OPTIMIZER_PREFIX = re.compile(r"(critic\.)?optim\.")
 """What names of an optimizer's tensors begin with."""
 _ALIGNED = 64
@@ -250,7 +249,7 @@ def finish_directory(part: Path, directory: Path, values: dict[str, Any]) -> Non
     """Put files of slices, which are in `part`, in their place, with the values of the state."""
     files = sorted(path for path in part.iterdir())
     values = values | {"num_bytes": {path.name: path.stat().st_size for path in files}}
-    (part / _VALUES).write_text(json.dumps(values, indent=2) + "\n")
+    (part / VALUES).write_text(json.dumps(values, indent=2) + "\n")
     put_in_place(part, directory, is_durable=True)
 
 
@@ -269,7 +268,7 @@ class SavedState:
 
         Raises: DataError when one is missing or damaged.
         """
-        values = [_read_values(directory, advice) for directory in directories]
+        values = [read_values(directory, advice) for directory in directories]
         self._files = [_open_files(*each, advice) for each in zip(directories, values)]
         self.values, self._has_optimizer = values[0], not skip_optimizer
         if skip_optimizer:
@@ -289,11 +288,7 @@ class SavedState:
 
 def _open_files(directory: Path, values: dict[str, Any], advice: str) -> SliceFiles:
     """The files of one part, all of which have the size that was recorded."""
-    for name, size in values["num_bytes"].items():
-        path = directory / name
-        num_bytes = path.stat().st_size if path.is_file() else 0
-        if num_bytes != size:
-            raise DataError(f"{path}: has {num_bytes} of {size} bytes, it was cut off; {advice}")
+    check_sizes(directory, values, advice)
     from stretto.trainer.state.slice_files import SliceFiles
 
     try:
@@ -312,11 +307,8 @@ def load(run: RunDir, learner: Checkpointed, step: int, *, skip_optimizer: bool 
     parts = [_directory(run, step, part) for part in ("trainer", "critic")]
     directories = [parts[0], *filter(Path.is_dir, parts[1:])]
     source = SavedState(*directories, advice=recovery_advice(run, step), skip_optimizer=skip_optimizer)
-    if source.values["optim"] is None and not skip_optimizer:
-        raise DataError(
-            f"{parts[0]} was written without the optimizer's state; resume with ckpt.skip_optimizer = true, which "
-            "begins with a new optimizer"
-        )
+    if not skip_optimizer:
+        check_has_optimizer(source.values, parts[0])
     from stretto.trainer.state.slice_files import DamagedError
 
     try:
@@ -324,9 +316,7 @@ def load(run: RunDir, learner: Checkpointed, step: int, *, skip_optimizer: bool 
     except DamagedError as cause:
         raise DataError(f"{cause}; {recovery_advice(run, step)}") from cause
     except DataError as cause:
-        raise DataError(
-            f"{_directory(run, step, 'trainer')}: {cause}; resume with the run's own [model] and [optim]"
-        ) from cause
+        raise DataError(f"{parts[0]}: {cause}; {OWN_KEYS}") from cause
     return source.values["cursor"]
 
 
@@ -354,7 +344,7 @@ def read_cursor(run: RunDir, step: int) -> dict[str, Any]:
 
     Raises: DataError when it cannot be read.
     """
-    return _read_values(_directory(run, step, "trainer"), recovery_advice(run, step))["cursor"]
+    return read_values(_directory(run, step, "trainer"), recovery_advice(run, step))["cursor"]
 
 
 def is_interval_end(step: int, interval: int | None) -> bool:
@@ -383,19 +373,3 @@ class Due:
 
 def _directory(run: RunDir, step: int, part: Part) -> Path:
     return run.checkpoint(step) / part
-
-
-def _read_values(directory: Path, advice: str) -> dict[str, Any]:
-    path = directory / _VALUES
-    try:
-        values = json.loads(path.read_text())
-        schema, sizes, _ = values["schema"], values["num_bytes"], values["cursor"]
-        if not isinstance(sizes, dict):
-            raise TypeError("num_bytes is not an object")
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        text = f"{path}: cannot be read ({type(cause).__name__}: {cause}); {advice}"
-        raise DataError(text) from cause
-    if schema != SCHEMA:
-        text = f"schema {schema}, this version of stretto reads {SCHEMA}"
-        raise DataError(f"{path}: {text}; {advice}")
-    return values

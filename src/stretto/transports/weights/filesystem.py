@@ -142,6 +142,11 @@ class FilesystemPublisher:
             (directory / shard).rename(target / shard)
         directory.rmdir()
 
+    def keep(self, versions: Iterable[int]) -> None:
+        """Keep these versions of an earlier start until they are released; delete all others."""
+        self._in_use.update(versions)
+        self._prune(newest=-1)
+
     def release(self, version: int) -> None:
         self._in_use = {each for each in self._in_use if each > version}
 

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from stretto.trainer.ranks import silence
+from stretto.trainer.ranks.mesh import lost_rank
 from stretto.trainer.ranks.silence import KEY, Node, find_node, watched_nodes
 
 DEADLINE_S = 60.0
@@ -117,3 +118,13 @@ def test_nodes_are_counted_from_what_the_launcher_says(monkeypatch: pytest.Monke
     assert not place(RANK=0, WORLD_SIZE=8, LOCAL_WORLD_SIZE=8).is_watched, "one node"
     assert not place(RANK=0, WORLD_SIZE=5, LOCAL_WORLD_SIZE=3).is_watched, "nodes of different sizes"
     assert not place(RANK=0, WORLD_SIZE=4).is_watched and not place().is_watched
+
+
+def test_the_end_of_another_rank_is_no_traceback_and_other_errors_stay() -> None:
+    for text in (
+        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7309. This is typically caused by",
+        "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:61143: Connection reset by peer.",
+        "NCCL error: remote process exited or there was a network error",
+    ):
+        assert "another of the ranks has ended" in str(lost_rank(RuntimeError(text)))
+    assert lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
