@@ -57,7 +57,9 @@ def choose_backend(
     """
     own = tokenizer.templates
     if section.template is not None:
-        return _by_template(tokenizer, given_template(tokenizer, section.template, section.place), section, image_token_id)
+        return _by_template(
+            tokenizer, given_template(tokenizer, section.template, section.place), section, image_token_id
+        )
     if section.name == "text":
         return _as_text(tokenizer, section)
     if section.name == "template":

@@ -23,9 +23,9 @@ from stretto.algorithms.custom import load_loss
 from stretto.algorithms.losses import UserFunctions, needs_samples, total_loss
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
+from stretto.chat.choice import given_template
 from stretto.chat.placeholders import PLACEHOLDER
 from stretto.chat.scratch import build_scratch_files
-from stretto.chat.choice import given_template
 from stretto.chat.templates import DEFAULT
 from stretto.chat.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from stretto.check.degrees import check_vision
