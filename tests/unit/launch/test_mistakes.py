@@ -69,6 +69,8 @@ FILES = {
     "sharegpt.jsonl": '{"prompt": [{"from": "human", "value": "a"}], "label": "b"}\n',
     "alpaca.jsonl": '{"instruction": "a", "output": "b"}\n',
     "asked.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n',
+    "thought.jsonl": '{"messages": [{"role": "user", "content": "a"}, '
+    '{"role": "assistant", "reasoning_content": "so", "content": "b"}]}\n',
     "rows.jsonl.gz": "",
     "tables/rows.csv": "prompt,label\na,b\n",
 }
@@ -185,6 +187,9 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "it has instruction, output", 'data.input_key = "instruction" and data.output_key = "output"'),
     "rows without a reply": ("sft --data.name asked.jsonl --max-steps 1 --model.scratch",
         "asked.jsonl:1", "no message of assistant", '{"role": "assistant", "content": "..."}'),
+    "thoughts that the template does not show": (
+        "sft --data.name thought.jsonl --max-steps 1 --model.scratch --renderer.template chatml",
+        "thought.jsonl:1: not trained", "does not show the thought", "write it into the content"),
     "a packed file": (f"rl {env('dataset', path='rows.jsonl.gz')}",
         "rows.jsonl.gz", "must end in .jsonl", "gunzip -k rows.jsonl.gz"),
     "a directory of tables": (f"rl {env('dataset', path='tables')}",
