@@ -25,6 +25,7 @@ from stretto.check.models import (
     check_trainable,
     find_model,
     foreign_engines,
+    key_of,
     models_of,
 )
 from stretto.check.weights import check_weights, check_weights_of, check_writes, has_only_config
@@ -305,9 +306,8 @@ def _weight_rows(texts: Sequence[str]) -> Rows:
 def _other_models(cfg: RLConfig) -> Rows:
     """The rows of models that a run loads besides the one that is trained."""
     names = [name for name, _ in models_of(cfg) if name != cfg.model.name]
-    keys = {section.model: f"models.{key}" for key, section in cfg.models.items() if section.base_url is None}
     missing = [name for name in names if not Path(name).expanduser().is_dir()]
-    return [("model", (f"{keys[name]}: " if name in keys else "") + _of_hub(name)) for name in missing]
+    return [("model", key_of(cfg, name) + _of_hub(name)) for name in missing]
 
 
 def _of_hub(name: str) -> str:

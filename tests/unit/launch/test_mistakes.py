@@ -223,6 +223,10 @@ STARTED = {
         "trainer_gpu_ids", "GPU 0, but this machine shows 0", "CUDA_VISIBLE_DEVICES"),
     "a model directory that is not there": (f"{OK} --model.name outputs/none/weights/latest",
         "[model] name = 'outputs/none/weights/latest'", "no such directory", "`sft @ ...`"),
+    "a frozen model that is not there": (
+        f"{OK} --model.name model --models.rm.model outputs/none/weights " + env("dataset", path="rows.jsonl"),
+        "models.rm: model 'outputs/none/weights'", "no such directory, and no directory outputs/none;",
+        "give a directory with config.json"),
     "a run of the same name": (f"{OK} --model.name model --run.name there",
         "run 'there' exists in outputs/there", "checkpoints", "--resume from step 1"),
 }  # fmt: skip
