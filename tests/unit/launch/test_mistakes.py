@@ -227,6 +227,12 @@ STARTED = {
         f"{OK} --model.name model --models.rm.model outputs/none/weights " + env("dataset", path="rows.jsonl"),
         "models.rm: model 'outputs/none/weights'", "no such directory, and no directory outputs/none;",
         "give a directory with config.json"),
+    "an adapter as a model": (f"{OK} --model.name adapter",
+        "no config.json in that directory", "an adapter of PEFT", "merge_and_unload()"),
+    "the adapter beside a model": (f"{OK} --model.name model/lora_adapters",
+        "no config.json in that directory", "did you mean model?", ""),
+    "a checkpoint as a model": (f"{OK} --model.name outputs/warm/checkpoints/step_2",
+        "no config.json in that directory", "did you mean outputs/warm/weights/latest?", ""),
     "a run of the same name": (f"{OK} --model.name model --run.name there",
         "run 'there' exists in outputs/there", "checkpoints", "--resume from step 1"),
 }  # fmt: skip
@@ -261,6 +267,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     warm = tmp_path / "outputs" / "warm" / "weights" / "latest"
     warm.mkdir(parents=True)
     (warm / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "outputs" / "warm" / "checkpoints" / "step_2").mkdir(parents=True)
+    for adapter in ("adapter", "model/lora_adapters"):
+        (tmp_path / adapter).mkdir()
+        (tmp_path / adapter / "adapter_config.json").write_text("{}")
     load_object.cache_clear()
     yield tmp_path
     for name in [each for each in sys.modules if each.partition("_m")[0] in OWN]:
