@@ -266,8 +266,8 @@ def model_near(directory: Path) -> str:
         return f"did you mean {found}?"
     if is_adapter:
         return (
-            "it holds an adapter of PEFT; merge that into its model first: AutoPeftModelForCausalLM of the package peft, "
-            "from_pretrained(DIR).merge_and_unload().save_pretrained(NEW_DIR), and the tokenizer beside it."
+            "it holds an adapter of PEFT; merge that into its model first, by peft's AutoPeftModelForCausalLM: "
+            "from_pretrained(DIR).merge_and_unload().save_pretrained(NEW_DIR), with the tokenizer beside it."
         )
     return "give a directory with config, safetensors and tokenizer."
 
