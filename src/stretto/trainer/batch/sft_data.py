@@ -116,8 +116,11 @@ def load_examples(
     mixed = parts[0].examples
     if isinstance(data, FileData) and parts[1:]:
         mixed = mix([part.examples for part in parts], data.probabilities, data.stopping_strategy)
-    counts = (sum(getattr(p, f"num_{what}") for p in parts) for what in ("truncated", "dropped", "left_out"))
-    examples = Examples(mixed, *counts, why=next((part.why for part in parts if part.why), ""))
+    truncated, dropped, left_out = (
+        sum(getattr(p, f"num_{what}") for p in parts) for what in ("truncated", "dropped", "left_out")
+    )
+    why = next((part.why for part in parts if part.why), "")
+    examples = Examples(mixed, truncated, dropped, left_out, why)
     if examples.num_truncated or examples.num_dropped:
         logger.warning(
             "%d of %d examples were truncated to %d tokens; %d rows were dropped because they have no trained token",
