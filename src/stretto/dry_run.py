@@ -17,7 +17,7 @@ from stretto.base.errors import ConfigError
 from stretto.check.backend import check_trainer_python, find_backend
 from stretto.check.code import Checked, check_trainer_hooks, check_user_code
 from stretto.check.devices import check_trained_on_cpu
-from stretto.check.models import check_served, check_trainable, find_model, foreign_engines, models_of
+from stretto.check.models import check_served, check_trainable, find_model, foreign_engines, key_of, models_of
 from stretto.check.weights import check_weights, check_weights_of, check_writes, has_only_config
 from stretto.config.changes import changes
 from stretto.config.root import (
@@ -277,9 +277,8 @@ def _rows_of_weights(texts: Sequence[str]) -> Rows:
 def _other_models(cfg: RLConfig) -> Rows:
     """The rows of models that a run loads besides the one that is trained."""
     names = [name for name, _ in models_of(cfg) if name != cfg.model.name]
-    keys = {section.model: f"models.{key}" for key, section in cfg.models.items() if section.base_url is None}
     missing = [name for name in names if not Path(name).expanduser().is_dir()]
-    return [("model", (f"{keys[name]}: " if name in keys else "") + _of_hub(name)) for name in missing]
+    return [("model", key_of(cfg, name) + _of_hub(name)) for name in missing]
 
 
 def _of_hub(name: str) -> str:

@@ -94,8 +94,10 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
         return boxed(f"{row.where}, not rendered:", text), str(error), ""
     rendered = render_row(row, renderer, cfg.loss_mask)
     if not rendered.examples:
-        about = f"{row.where}: not trained: {renderer.name} shows no reply of it as the model would sample it"
-        return about, "", renderer.description
+        if not any(render_row(each, renderer, cfg.loss_mask).examples for each in rows):
+            nor = f"; nor is any of the first {len(rows)} rows trained" if len(rows) > 1 else ""
+            raise DataError(f"{row.where}: not trained: {rendered.why}{nor}")
+        return f"{row.where}: not trained: {rendered.why}", "", renderer.description
     ids, mask, _ = rendered.examples[0]
     parts = f" (the first of {len(rendered.examples)} examples)" if len(rendered.examples) > 1 else ""
     about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained{parts}"

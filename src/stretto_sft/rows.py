@@ -82,6 +82,8 @@ class Examples:
     """Examples without a trained token (no message of a trained role within seq_len)."""
     num_left_out: int = 0
     """Replies that the chat template does not show as the model would sample them."""
+    why: str = ""
+    """Of the first of these, its place, what is not shown, and what to do."""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -114,8 +116,11 @@ def load_examples(
     mixed = parts[0].examples
     if isinstance(data, FileData) and parts[1:]:
         mixed = mix([part.examples for part in parts], data.probabilities, data.stopping_strategy)
-    counts = (sum(getattr(p, f"num_{what}") for p in parts) for what in ("truncated", "dropped", "left_out"))
-    examples = Examples(mixed, *counts)
+    truncated, dropped, left_out = (
+        sum(getattr(p, f"num_{what}") for p in parts) for what in ("truncated", "dropped", "left_out")
+    )
+    why = next((part.why for part in parts if part.why), "")
+    examples = Examples(mixed, truncated, dropped, left_out, why)
     if examples.num_truncated or examples.num_dropped:
         logger.warning(
             "%d of %d examples were truncated to %d tokens; %d rows were dropped because they have no trained token",
@@ -125,12 +130,7 @@ def load_examples(
             examples.num_dropped,
         )
     if examples.num_left_out:
-        logger.warning(
-            "%d replies are not trained: %s does not show them as the model would sample them (it drops their thought, "
-            "or begins replies otherwise than its own prompt)",
-            examples.num_left_out,
-            renderer.name,
-        )
+        logger.warning("%d replies are not trained; the first is %s", examples.num_left_out, examples.why)
     return examples
 
 
@@ -156,11 +156,12 @@ def _load_part(
     """The examples of one file or data set."""
     examples: list[Example] = []
     num_truncated = num_dropped = num_left_out = 0
-    where = "the data"
+    where, why = "the data", ""
     for row in rows:
         where = row.where
         rendered = render_row(row, renderer, loss_mask)
         num_left_out += rendered.num_left_out
+        why = why or (rendered.why and f"{row.where}: {rendered.why}")
         num_dropped += not rendered.examples
         for part in rendered.examples:
             ids, mask = part.token_ids, part.is_trained.copy()
@@ -177,12 +178,9 @@ def _load_part(
             images = renderer.images_within(ids, images, end)
             examples.append(Example(ids[:end].copy(), mask[:end].copy(), images))
     if not examples:
-        reason = f"; {num_left_out} replies are not shown by {renderer.name}" if num_left_out else ""
-        raise DataError(
-            f"{where}: no row has a token to train on ({num_dropped} rows read{reason}); "
-            f"check [loss_mask] and {limit} = {max_tokens}."
-        )
-    return Examples(tuple(examples), num_truncated, num_dropped, num_left_out)
+        way = f"the first: {why}" if why else f"check [loss_mask] and {limit} = {max_tokens}."
+        raise DataError(f"{where}: no row has a token to train on ({num_dropped} rows read); {way}")
+    return Examples(tuple(examples), num_truncated, num_dropped, num_left_out, why)
 
 
 def render_row(row: Row, renderer: Renderer, loss_mask: LossMaskSection) -> SftRendering:

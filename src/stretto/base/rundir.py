@@ -281,11 +281,23 @@ def check(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: P
 
 
 def model_near(directory: Path) -> str:
-    """The model that a directory without one has below it, as a run has, or what to give instead."""
-    places = [directory / "weights" / "latest", directory / "latest", directory.expanduser() / "model"]
+    """The model near a directory without one, as a run or its checkpoint has, or what to give instead."""
+    run = directory.parent.parent
+    places = [
+        directory / "weights" / "latest", directory / "latest", directory.expanduser() / "model",
+        run / "weights" / directory.name, run / "weights" / "latest",
+    ]  # fmt: skip
+    is_adapter = (directory.expanduser() / "adapter_config.json").is_file()
+    if is_adapter:
+        places.insert(0, directory.parent)  # where `ckpt.weights.save_adapter_separately` writes it
     found = next((each for each in places if (each.expanduser() / "config.json").is_file()), None)
     if found is not None:
         return f"did you mean {found}?"
+    if is_adapter:
+        return (
+            "it holds an adapter of PEFT; merge that into its model first, by peft's AutoPeftModelForCausalLM: "
+            "from_pretrained(DIR).merge_and_unload().save_pretrained(NEW_DIR), with the tokenizer beside it."
+        )
     return "give a directory with config, safetensors and tokenizer."
 
 

@@ -16,6 +16,8 @@ from stretto.chat.conversations import FIXED
 from stretto.chat.family_backend import FamilyBackend, UnfitVocabularyError, build_family
 from stretto.chat.template_backend import TemplateBackend
 from stretto.chat.templates import (
+    CHATML,
+    DEFAULT,
     THINKING_SWITCHES,
     ChatTemplate,
     TemplateFiles,
@@ -23,7 +25,7 @@ from stretto.chat.templates import (
     template_of,
     variables_of,
 )
-from stretto.chat.tokenizer import Tokenizer, is_letters_tokenizer
+from stretto.chat.tokenizer import TURN_END, Tokenizer, is_letters_tokenizer
 from stretto.config.sections.model import RendererSection
 from stretto.families.own.dense import QWEN3
 from stretto.families.table import FAMILIES, traits_of
@@ -55,7 +57,9 @@ def choose_backend(
     """
     own = tokenizer.templates
     if section.template is not None:
-        return _by_template(tokenizer, template_of(section.template, own, section.place), section, image_token_id)
+        return _by_template(
+            tokenizer, given_template(tokenizer, section.template, section.place), section, image_token_id
+        )
     if section.name == "text":
         return _as_text(tokenizer, section)
     if section.name == "template":
@@ -68,6 +72,23 @@ def choose_backend(
     if section.name != "auto":
         return _by_hand(tokenizer, section)
     return _auto(tokenizer, section, model_type, image_token_id)
+
+
+def given_template(tokenizer: Tokenizer, name: str, place: str = RendererSection.place) -> TemplateFiles:
+    """The template that `renderer.template` names.
+
+    "chatml" has the end token of a tokenizer that lacks <|im_end|>, and begins with its BOS token if it writes one: an
+    end in several tokens would be a part of the reply.
+
+    place: the path of that section, for messages.
+
+    Raises: ConfigError if there is none.
+    """
+    files = template_of(name, tokenizer.templates, place)
+    if name != CHATML or name in tokenizer.templates.sources or tokenizer.turn_end in ("", TURN_END):
+        return files
+    source = tokenizer.leading_text + files.sources[DEFAULT].replace(TURN_END, tokenizer.turn_end)
+    return TemplateFiles({DEFAULT: source}, f"{files.where}, with {tokenizer.turn_end!r} as its end")
 
 
 def _auto(tokenizer: Tokenizer, section: RendererSection, model_type: str | None, image_token_id: int | None) -> Choice:
@@ -133,6 +154,13 @@ def _by_template(
         raise ConfigError(f"{tokenizer.name_or_path}: {error}") from error
     calls = backend.tool_format or ("not read" if backend.traits.shows_calls else "none")
     ends = ", ".join(repr(tokenizer.token_text(token)) for token in backend.stop_ids) or "none"
+    if backend.spelled_end:
+        logger.warning(
+            "[%s] the chat template (%s) ends a reply with %r, which is no token of this tokenizer: it is sampled and "
+            "trained as text, and only %s ends a reply. Give a template that ends replies with such a token as "
+            '%s.template, or let the text end rollouts by `stop` of their sampling',
+            section.place, files.where, backend.spelled_end, ends, section.place,
+        )  # fmt: skip
     what = "the model's own template" if section.template is None else "the template that the config names"
     return Choice(backend, f"{what} ({files.where}); tool calls: {calls}; ends: {ends}")
 
@@ -140,8 +168,7 @@ def _by_template(
 def _as_text(tokenizer: Tokenizer, section: RendererSection, *, is_fallback: bool = False) -> Choice:
     """Prompts as they stand, for base models."""
     files = named_template("text")
-    first = tokenizer.encode("", add_special_tokens=True)
-    tokens = tokenizer.template_tokens | {"bos_token": tokenizer.token_text(first[0]) if first else ""}
+    tokens = tokenizer.template_tokens | {"bos_token": tokenizer.leading_text}
     template = ChatTemplate(files, tokens, place=section.place)
     name = "the renderer of plain text"
     backend = TemplateBackend(tokenizer, template, tool_parser=section.tool_parser, name=name)

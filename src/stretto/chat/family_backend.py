@@ -33,6 +33,8 @@ from stretto.config.sections.model import RendererSection
 if TYPE_CHECKING:
     from jaxtyping import Int
 
+_NAMELESS = "unknown"
+"""What gpt-oss's renderer of the library writes in the place of a function that a result does not name."""
 _PAST = "x"
 """Stands for images and calls of the past, and for thoughts, where only what is behind them is tried."""
 
@@ -216,6 +218,8 @@ class FamilyBackend:
         called = [*ONE_TURN, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
         shown = self._attempt(called, None) or ""
         self._shows_ids = CALL_ID in shown and CALL["function"]["name"] not in shown
+        nameless = {"role": "tool", "content": _PAST, "tool_call_id": CALL_ID}
+        self._needs_names = _NAMELESS in (self._attempt([*called, nameless], None) or "")
         plain, with_tools = self._attempt(ONE_TURN, None), self._attempt(ONE_TURN, [TOOL])
         name = f"the renderer of the family {family}"
         self._shown = Shown(name, place, tools=plain != with_tools, write=self._attempt)
@@ -341,8 +345,11 @@ class FamilyBackend:
     def _identified(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with ids of calls that name the function, where a family shows the id in the place of the name.
 
-        Ids that do stay, such as those that the policy has sampled; a result gets the id of its call.
+        Ids that do stay, such as those that the policy has sampled; a result gets the id of its call. Where a family
+        shows the function of a result, a result without a name has that of its call.
         """
+        if self._needs_names:
+            return _with_names(messages)
         if not self._shows_ids:
             return list(messages)
         numbers = itertools.count()
@@ -390,6 +397,23 @@ class FamilyBackend:
         ids, owners, is_text = rendered.token_ids, rendered.message_indices, rendered.is_content
         assert len(is_text) == len(owners) == len(ids), f"{self.name} attributes no tokens"
         return Rendered(ids, [owner if text else -1 for owner, text in zip(owners, is_text)])
+
+
+def _with_names(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the function's name in each result, by the id of its call, else by the order of the calls."""
+    found: list[Message] = []
+    waiting: list[tuple[Any, Any]] = []  # ids and names of calls without a result
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            waiting = [(call.get("id"), call["function"].get("name")) for call in calls]
+        elif message["role"] == "tool" and waiting:
+            own = message.get("tool_call_id")
+            answered = next((each for each in waiting if own is not None and each[0] == own), waiting[0])
+            waiting.remove(answered)
+            if not message.get("name"):
+                message = message | {"name": answered[1]}
+        found.append(message)
+    return found
 
 
 def _with_id(call: Message, number: int) -> Message:

@@ -65,6 +65,8 @@ class SftRendering(NamedTuple):
     examples: list[SftExample]
     num_left_out: int
     """Replies that the template does not show as the model would sample them."""
+    why: str = ""
+    """Of the first of these, what is not shown, and what to do."""
 
 
 class Renderer:
@@ -262,7 +264,8 @@ class Renderer:
                 continue
             reply = self._backend.reply(self._plain(plain[:index], is_counted=False), message, tools)
             if reply is None:
-                found = found._replace(num_left_out=found.num_left_out + is_wanted[index])
+                why = found.why or self._why_left_out(plain, index, tools)
+                found = found._replace(num_left_out=found.num_left_out + is_wanted[index], why=why)
                 continue
             if reply.prompt_ids is None:
                 prompt, is_new = self._next_prompt(plain, index, turn, tools)
@@ -312,6 +315,18 @@ class Renderer:
     def decode(self, token_ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> str:
         """Text of token ids, with the text of special tokens."""
         return self.tokenizer.decode(token_ids)
+
+    def _why_left_out(self, messages: Sequence[Message], index: int, tools: list[Message] | None) -> str:
+        """What of a reply the template does not show, and what to do."""
+        history, reply = self._plain(messages[:index], is_counted=False), messages[index]
+        without = {key: value for key, value in reply.items() if key != "reasoning_content"}
+        if reply.get("reasoning_content") and self._backend.reply(history, without, tools) is not None:
+            return (
+                f"{self.name} does not show the thought of message {index} (`reasoning_content`): write it into the "
+                f"content, between the tags that the model is to learn, or give a template that shows thoughts as "
+                f"{self.place}.template"
+            )
+        return f"{self.name} does not show message {index} as the model would sample it behind its prompt"
 
     def _next_prompt(
         self, messages: Sequence[Message], index: int, turn: tuple[Any, Any, int] | None, tools: list[Message] | None

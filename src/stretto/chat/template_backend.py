@@ -73,6 +73,11 @@ class TemplateBackend:
         self.tool_format = self._find_format(tool_parser)
         self._add_end_of_calls()
 
+    @property
+    def spelled_end(self) -> str:
+        """What the template writes behind a reply, if none of it is a token of its own; "" if it is."""
+        return self.traits.end_text.strip() if self.traits.ends_replies and self.end_id is None else ""
+
     # -- messages to tokens --
 
     def render(

@@ -63,6 +63,8 @@ class Traits:
     """An id of a call as the template takes it; None if it reads none."""
     end_text: str
     """What the template writes behind a reply, or before the next message if that is nothing."""
+    ends_replies: bool
+    """Whether `end_text` stands behind the last reply too, so that the model has to sample it."""
     around: tuple[str, str]
     """What the template writes before the text of a reply, and blanks behind it, which the model samples with it."""
     thinking: Thinking | None
@@ -88,6 +90,7 @@ def find_traits(template: ChatTemplate) -> Traits:
     has_tools = attempt(template, [user], [TOOL])
     calls = _call_shape(template, takes_parts)
     thought_key = _thought_key(template, user, takes_parts)
+    end_text, ends_replies = _end_text(template, user, takes_parts)
     return Traits(
         hidden_roles=_hidden_roles(template, takes_parts),
         takes_parts=takes_parts,
@@ -96,7 +99,8 @@ def find_traits(template: ChatTemplate) -> Traits:
         shows_tools=has_tools is not None and TOOL["function"]["name"] in has_tools,
         shows_calls=calls is not None,
         call_id=calls.call_id if calls is not None and _READS_IDS.search(template.text) else None,
-        end_text=_end_text(template, user, takes_parts),
+        end_text=end_text,
+        ends_replies=ends_replies,
         around=_around(template, user, takes_parts),
         thinking=_thinking(template, user, takes_parts, thought_key),
         thought_key=thought_key,
@@ -139,14 +143,14 @@ def _hidden_roles(template: ChatTemplate, takes_parts: bool) -> frozenset[str]:
     return frozenset(hidden)
 
 
-def _end_text(template: ChatTemplate, user: Message, takes_parts: bool) -> str:
+def _end_text(template: ChatTemplate, user: Message, takes_parts: bool) -> tuple[str, bool]:
     reply = shaped({"role": "assistant", "content": _OTHER}, takes_parts)
     for messages in ([user, reply], [user, reply, user]):
         shown = attempt(template, messages) or ""
         after = shown[shown.rfind(_OTHER) + len(_OTHER) :] if _OTHER in shown else ""
         if after.strip():
-            return after.partition(_WORD)[0]
-    return ""
+            return after.partition(_WORD)[0], len(messages) == 2
+    return "", False
 
 
 def _around(template: ChatTemplate, user: Message, takes_parts: bool) -> tuple[str, str]:

@@ -26,7 +26,8 @@ Message = dict[str, Any]
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names in a list of templates: the one for chats, and the one that transformers takes if there are tools."""
-NAMED = ("chatml", "text")
+CHATML = "chatml"
+NAMED = (CHATML, "text")
 """Templates that come with stretto: `renderer.template = "chatml"`, `renderer.name = "text"`."""
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Variables that switch thoughts on."""

@@ -143,6 +143,19 @@ class Tokenizer:
         """The texts of all tokens that were added to the vocabulary."""
         return tuple(token.content for token in self._backend.get_added_tokens_decoder().values())
 
+    @cached_property
+    def turn_end(self) -> str:
+        """The text of the token that ends a message in ChatML: <|im_end|>, or else the first end token; "" if none."""
+        if TURN_END in self.added_tokens:
+            return TURN_END
+        return next((text for text in map(self.token_text, self.eos_ids) if text), "")
+
+    @cached_property
+    def leading_text(self) -> str:
+        """The text of the token that this tokenizer writes before a text, such as `<s>`; "" if it writes none."""
+        first = self.encode("", add_special_tokens=True)
+        return self.token_text(first[0]) if first else ""
+
     @property
     def added_ids(self) -> tuple[int, ...]:
         """The ids of all tokens that were added to the vocabulary."""

@@ -362,6 +362,12 @@ def models_of(cfg: RLConfig) -> list[tuple[str, bool]]:
     return models + [(name, False) for name in tokenizers]
 
 
+def key_of(cfg: RLConfig, name: str) -> str:
+    """`models.NAME: ` if that section names this model, for messages; "" if none does."""
+    keys = (key for key, section in cfg.models.items() if section.base_url is None and section.model == name)
+    return next((f"models.{key}: " for key in keys if name != cfg.model.name), "")
+
+
 def check_served(section: InferenceSection, name: str, *, is_cpu: bool) -> None:
     """Check that the engine supports this model.
 

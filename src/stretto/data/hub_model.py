@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import ConfigError, meant_path
+from stretto.base.errors import ConfigError, meant_path, near_path
 from stretto.base.files import lock_within, unlock
 from stretto.base.status import bytes_below, growing
 
@@ -123,7 +123,7 @@ def look_up(name: str, *, has_weights: bool = True) -> HubModel:
     Raises: ConfigError if it has no such model, refuses this user, or cannot be reached.
     """
     if not is_hub_name(name):
-        raise ConfigError(f"model {name!r}: no such directory; {_GIVE}{meant_path(Path(name))}")
+        raise ConfigError(_no_directory(name))
     from huggingface_hub.utils import filter_repo_objects
 
     with _hub_errors(name):
@@ -287,7 +287,7 @@ def _hub_errors(name: str, *, has_begun: bool = False) -> Iterator[None]:
             "`hf auth login`, or set HF_TOKEN, as a user whom its owner has let in"
         ) from cause
     except errors.HFValidationError as cause:
-        raise ConfigError(f"model {name!r}: no such directory; {_GIVE}{meant_path(Path(name))}") from cause
+        raise ConfigError(_no_directory(name)) from cause
     except errors.RepositoryNotFoundError as cause:
         raise ConfigError(
             f"model {name!r}: no such directory, and the Hub has no model of that name, or does not show it to this "
@@ -313,6 +313,13 @@ def _hub_errors(name: str, *, has_begun: bool = False) -> Iterator[None]:
 
 
 _GIVE = "give a directory with config.json and safetensors, or a model of the Hub, ORG/NAME"
+
+
+def _no_directory(name: str) -> str:
+    path = Path(name)
+    if (near := near_path(path.expanduser())) is not None:
+        return f"model {name!r}: no such directory; did you mean {near}? If not, {_GIVE}"
+    return f"model {name!r}: no such directory{meant_path(path)}; {_GIVE}"
 
 
 def _status_of(cause: BaseException | None) -> int | None:

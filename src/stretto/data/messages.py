@@ -212,7 +212,8 @@ def _check_content(message: Mapping[str, Any], where: str, kind: type[StrettoErr
     if "content" not in message and message.keys() - {"role", "name"}:
         raise kind(f"{where} has no content; it has {', '.join(sorted(message))}: name the one with the text content.")
     if not isinstance(content, list):
-        way = "write str(...)" if content is not None else 'write "" for an empty one'
+        way = "write it as text, such as JSON" if isinstance(content, Mapping) else "write str(...)"
+        way = 'write "" for an empty one' if content is None else way
         raise kind(f"{where}.content must be text, got {short_repr(content)}; {way}.")
     for index, part in enumerate(content):
         place = f"{where}.content[{index}]"
@@ -242,8 +243,26 @@ def _checked_calls(calls: Any, where: str, kind: type[StrettoError]) -> list[dic
         if not isinstance(arguments, str | Mapping | None):
             rule = "must be an object, or JSON as text"
             raise kind(f"{place}: the arguments of {function['name']} {rule}, got {short_repr(arguments)}.")
-        checked.append(dict(call))
+        if kind is DataError:
+            given = _given_arguments(arguments, f"{place}: the arguments of {function['name']}")
+            function = {**function, "arguments": given}
+        if "function" not in call:  # as some data sets write them
+            call = {key: call[key] for key in ("id", "type") if key in call}
+            function = {key: value for key, value in function.items() if key not in call}
+        checked.append({**call, "function": function})
     return checked
+
+
+def _given_arguments(arguments: Any, where: str) -> Any:
+    """The arguments of a call in a record; none are an empty object.
+
+    Raises: DataError for a text that is no JSON object: no parser of calls would read it.
+    """
+    if not isinstance(arguments, str) or not arguments.strip():
+        return arguments or {}
+    if not isinstance(from_json(arguments, where), dict):
+        raise DataError(f"{where} must be an object, or JSON as text, got {short_repr(arguments)}.")
+    return arguments
 
 
 def parse_tools(value: Any, key: str, where: str) -> list[dict[str, Any]] | None:

@@ -23,9 +23,10 @@ from stretto.algorithms.custom import load_loss
 from stretto.algorithms.losses import UserFunctions, needs_samples, total_loss
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
+from stretto.chat.choice import given_template
 from stretto.chat.placeholders import PLACEHOLDER
 from stretto.chat.scratch import build_scratch_files
-from stretto.chat.templates import DEFAULT, template_of
+from stretto.chat.templates import DEFAULT
 from stretto.chat.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from stretto.check.degrees import check_vision
 from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, LossSection
@@ -113,7 +114,7 @@ def with_template(source: Path, template: str, directory: Path) -> Path:
     Raises: ConfigError if there is no such template.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    files = template_of(template, load_tokenizer(source).templates)
+    files = given_template(load_tokenizer(source), template)
     hub.copy_tokenizer(source, directory)
     for name in ("config.json", "generation_config.json"):  # the end tokens
         if (source / name).is_file() and source.resolve() != directory.resolve():

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from published import TOKENIZERS, templates_dir, tokenizer_dir
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.chat.conversations import CALL, FIXED, ONE_TURN, THINKING, TOOL, TWO_TURNS
@@ -358,8 +359,6 @@ def test_the_token_that_the_template_writes_behind_a_reply_ends_it():
 def test_pad_is_eos_unk_is_special_and_the_template_writes_the_only_bos(tmp_path):
     source = "{{ bos_token }}" + CHATML
     backend = byte_tokenizer(source)._backend
-    from tokenizers.processors import TemplateProcessing
-
     backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
     backend.save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": "<s>"}
@@ -377,6 +376,30 @@ def test_a_template_without_an_end_is_ended_by_what_begins_the_next_turn():
     source = CHATML.replace(" + '<|im_end|>' + '\n'", "")
     renderer = renderer_of(source)
     assert renderer.tokenizer.token_text(renderer.stop_ids[0]) == "<|im_start|>"
+
+
+def test_chatml_ends_replies_with_a_token_that_the_tokenizer_has(tmp_path):
+    from stretto.trainer.learner import with_template
+
+    backend = byte_tokenizer("", special=("<s>", "</s>"))._backend
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    renderer = build_renderer(tmp_path, RendererSection(template="chatml"))
+    [(ids, mask, _)] = renderer.render_sft(TWO_TURNS[:3], LossMaskSection()).examples
+    assert renderer.decode(ids[mask]) == "A piece with one theme.</s>"
+    assert renderer.decode(ids).startswith("<s><|im_start|>system\nAnswer briefly.</s>\n<|im_start|>user\n")
+    exported = build_renderer(with_template(tmp_path, "chatml", tmp_path / "exported"))
+    assert exported.render_prompt(TWO_TURNS).tolist() == renderer.render_prompt(TWO_TURNS).tolist()
+
+
+def test_an_end_that_is_no_token_is_told(caplog):
+    renderer_of(CHATML.replace("<|im_end|>", "[end]"))
+    assert "ends a reply with '[end]', which is no token" in caplog.text and "only '</s>' ends" in caplog.text
+    caplog.clear()
+    renderer_of(CHATML)
+    renderer_of(CHATML.replace("<|im_end|>", ""))
+    assert not caplog.records
 
 
 # -- files --

@@ -325,6 +325,23 @@ def test_gpt_oss_trains_each_thought_and_every_token_between_thought_and_call():
 
 
 @pytest.mark.slow
+def test_gpt_oss_names_the_function_of_a_result_that_has_the_id_of_its_call_alone():
+    try:
+        renderer = build_renderer(tokenizer_dir("gptoss"), RendererSection(name="gpt-oss"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    first, second = CALL | {"id": "a"}, CALL | {"id": "b", "function": CALL["function"] | {"name": "add"}}
+    called = [QUESTION, ANSWER | {"content": "", "tool_calls": [first, second]}]
+    results = [{"role": "tool", "content": "2", "tool_call_id": "b"}, {"role": "tool", "content": "1"}]
+    named = [result | {"name": name} for result, name in zip(results, ("add", "look_up"))]
+    assert renderer.render_text([*called, *results]) == renderer.render_text([*called, *named])
+    assert "functions.add" in renderer.render_text([*called, *results])
+    prompt, reply = renderer.render_prompt(called[:1]), renderer.encode("x").tolist()
+    extended = renderer.extend(prompt, reply, called, results)
+    assert extended is not None and extended.tolist() == renderer.extend(prompt, reply, called, named).tolist()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("has_call", [False, True])
 def test_gpt_oss_trains_a_reply_without_a_thought_after_the_prompt_that_a_policy_gets(has_call):
     try:

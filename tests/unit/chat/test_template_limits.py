@@ -35,6 +35,13 @@ def test_a_thought_that_is_a_part_of_the_answer_is_not_taken_for_shown():
     assert renderer.decode(ids[mask]) == "<think>\nNo\n</think>\n\nNo.<|im_end|>"
 
 
+def test_a_thought_that_no_template_shows_is_said_with_the_way_out():
+    rendered = renderer_of(CHATML).render_sft(ROW, LossMaskSection())
+    assert not rendered.examples and rendered.num_left_out == 1
+    assert "does not show the thought of message 1 (`reasoning_content`): write it into the content" in rendered.why
+    assert "give a template that shows thoughts as renderer.template" in rendered.why
+
+
 def test_a_reply_whose_text_the_template_drops_beside_a_call_is_left_out_and_counted():
     renderer = renderer_of(sources()["llama3_1"], name="template")
     row = [ROW[0], {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}]

@@ -347,3 +347,29 @@ def test_parquet_without_its_library_says_what_to_install(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"rows\.parquet.*stretto\[parquet\]"):
         list(read_records(tmp_path / "rows.parquet", "the data"))
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({"function": {"name": "f", "arguments": ""}}, {}),
+        ({"function": {"name": "f", "arguments": None}}, {}),
+        ({"function": {"name": "f"}}, {}),
+        ({"name": "f", "arguments": {"a": 1}, "id": "c"}, {"a": 1}),
+        ({"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}, '{"a": 1}'),
+    ],
+)
+def test_calls_of_records_have_one_form(given, arguments):
+    message = parse_message({"role": "assistant", "tool_calls": [given]}, "rows.jsonl:1: messages[0]")
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": arguments}
+    assert call.keys() - {"function"} == given.keys() & {"id", "type"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mistake"), [("{city: Rome}", "not JSON"), ("[1]", "must be an object, or JSON")]
+)
+def test_arguments_that_no_parser_would_read_are_refused_with_their_place(arguments, mistake):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(DataError, match=rf"rows.jsonl:1.*tool_calls\[0\]: the arguments of f:? ?{mistake}"):
+        parse_message({"role": "assistant", "content": "", "tool_calls": [call]}, "rows.jsonl:1: messages[0]")

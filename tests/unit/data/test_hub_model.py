@@ -137,7 +137,7 @@ def test_what_the_hub_does_not_give_has_one_message_each(site, monkeypatch):
         fetch("lab/none")
     with pytest.raises(ConfigError, match=r"'lab': no such directory"):
         fetch("lab")
-    with pytest.raises(ConfigError, match="'lab/a--b': no such directory; give"):
+    with pytest.raises(ConfigError, match="'lab/a--b': no such directory, and no directory lab; give"):
         fetch("lab/a--b")
     site.gated.add(NAME)
     with pytest.raises(ConfigError, match=rf"gated: .*{site.url}/{NAME}.*`hf auth"):

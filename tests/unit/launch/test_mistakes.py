@@ -69,6 +69,8 @@ FILES = {
     "sharegpt.jsonl": '{"prompt": [{"from": "human", "value": "a"}], "label": "b"}\n',
     "alpaca.jsonl": '{"instruction": "a", "output": "b"}\n',
     "asked.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n',
+    "thought.jsonl": '{"messages": [{"role": "user", "content": "a"}, '
+    '{"role": "assistant", "reasoning_content": "so", "content": "b"}]}\n',
     "rows.jsonl.gz": "",
     "tables/rows.csv": "prompt,label\na,b\n",
 }
@@ -185,6 +187,9 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "it has instruction, output", 'data.input_key = "instruction" and data.output_key = "output"'),
     "rows without a reply": ("sft --data.name asked.jsonl --max-steps 1 --model.scratch",
         "asked.jsonl:1", "no message of assistant", '{"role": "assistant", "content": "..."}'),
+    "thoughts that the template does not show": (
+        "sft --data.name thought.jsonl --max-steps 1 --model.scratch --renderer.template chatml",
+        "thought.jsonl:1: not trained", "does not show the thought", "write it into the content"),
     "a packed file": (f"rl {env('dataset', path='rows.jsonl.gz')}",
         "rows.jsonl.gz", "must end in .jsonl", "gunzip -k rows.jsonl.gz"),
     "a directory of tables": (f"rl {env('dataset', path='tables')}",
@@ -218,6 +223,16 @@ STARTED = {
         "trainer_gpu_ids", "GPU 0, but this machine shows 0", "CUDA_VISIBLE_DEVICES"),
     "a model directory that is not there": (f"{OK} --model.name outputs/none/weights/latest",
         "[model] name = 'outputs/none/weights/latest'", "no such directory", "`sft @ ...`"),
+    "a frozen model that is not there": (
+        f"{OK} --model.name model --models.rm.model outputs/none/weights " + env("dataset", path="rows.jsonl"),
+        "models.rm: model 'outputs/none/weights'", "no such directory, and no directory outputs/none;",
+        "give a directory with config.json"),
+    "an adapter as a model": (f"{OK} --model.name adapter",
+        "no config.json in that directory", "an adapter of PEFT", "merge_and_unload()"),
+    "the adapter beside a model": (f"{OK} --model.name model/lora_adapters",
+        "no config.json in that directory", "did you mean model?", ""),
+    "a checkpoint as a model": (f"{OK} --model.name outputs/warm/checkpoints/step_2",
+        "no config.json in that directory", "did you mean outputs/warm/weights/latest?", ""),
     "a run of the same name": (f"{OK} --model.name model --run.name there",
         "run 'there' exists in outputs/there", "checkpoints", "--resume from step 1"),
 }  # fmt: skip
@@ -252,6 +267,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     warm = tmp_path / "outputs" / "warm" / "weights" / "latest"
     warm.mkdir(parents=True)
     (warm / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "outputs" / "warm" / "checkpoints" / "step_2").mkdir(parents=True)
+    for adapter in ("adapter", "model/lora_adapters"):
+        (tmp_path / adapter).mkdir()
+        (tmp_path / adapter / "adapter_config.json").write_text("{}")
     load_object.cache_clear()
     yield tmp_path
     for name in [each for each in sys.modules if each.partition("_m")[0] in OWN]:

@@ -345,3 +345,14 @@ def test_a_run_that_its_budget_has_ended_goes_on_with_a_larger_one(tmp_path, mon
     monkeypatch.setenv("STRETTO_COMMAND", f"rl @ rl.toml {words}")
     commands = report.next_commands(replace(plan(cfg, run), run=run))
     assert commands[-1].endswith("rl @ rl.toml --resume --budget.max-hours 4")
+
+
+@pytest.mark.parametrize(("held_out", "is_offered"), [({}, False), ({"eval_path": "rows.jsonl@[:1]"}, True)])
+def test_an_eval_is_offered_if_there_are_held_out_rows(tmp_path, held_out, is_offered) -> None:
+    env = [{"id": "dataset", "args": {"path": "rows.jsonl@[1:]", **held_out}}]
+    cfg = load(RLConfig, ["--model.name", "m", "--orchestrator.env", json.dumps(env)])
+    run = RunDir(tmp_path)
+    run.latest_weights.mkdir(parents=True)
+    commands = report.next_commands(replace(plan(cfg, run), run=run))
+    assert any("stretto eval @" in command for command in commands) == is_offered
+    assert any("inference --model" in command for command in commands)

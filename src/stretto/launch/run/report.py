@@ -24,7 +24,7 @@ from stretto.base.files import read_json
 from stretto.base.paths import RunDir
 from stretto.base.rundir import COMMAND_VAR, WITHOUT_NEXT_VAR
 from stretto.base.status import duration, quantity
-from stretto.launch.plan.plan import LaunchPlan
+from stretto.launch.plan.plan import LaunchPlan, eval_config
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import resume_text
 from stretto.ledger.audit import report_of
@@ -127,7 +127,8 @@ def next_commands(plan: LaunchPlan) -> list[str]:
     """Commands to copy, for the directory in which the run was started."""
     commands = []
     if plan.run.latest_weights.exists():
-        commands.append(f"{program('eval')} @ {shlex.quote(str(plan.run.config('eval')))}")
+        if _has_held_out(plan):
+            commands.append(f"{program('eval')} @ {shlex.quote(str(plan.run.config('eval')))}")
         commands.append(f"{program('inference')} --model {shlex.quote(str(plan.run.latest_weights))}")
     step, budget = plan.run.latest_complete_checkpoint(), _larger_budget(plan)
     if step and budget is not None:
@@ -143,6 +144,12 @@ def next_commands(plan: LaunchPlan) -> list[str]:
         again = restart_command(plan.run, without=(budget.partition(" ")[0],))
         commands.append(f"{again} --clean{last} {budget}")
     return commands
+
+
+def _has_held_out(plan: LaunchPlan) -> bool:
+    """Whether every environment of an eval may have held-out tasks; files of rows need a path of their own for them."""
+    envs = eval_config(plan.config, plan.run).eval.env
+    return all(env.id != "dataset" or env.args.get("eval_path") for env in envs)
 
 
 def _larger_budget(plan: LaunchPlan) -> str | None:

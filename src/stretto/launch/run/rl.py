@@ -20,7 +20,7 @@ from stretto.base.secret import Secret, find_secret, load_secret
 from stretto.check import nodes as node_checks
 from stretto.check.backend import check_trainer_python
 from stretto.check.checkpoint import check_resumed
-from stretto.check.models import check_shape, models_of, needs_vllm
+from stretto.check.models import check_shape, key_of, models_of, needs_vllm
 from stretto.check.start import check_files, check_node, check_processes, check_run, check_trackers
 from stretto.config.changes import changes
 from stretto.config.root import RLConfig
@@ -161,7 +161,10 @@ def _check_files(cfg: RLConfig) -> None:
 def _fetch_models(cfg: RLConfig) -> None:
     """Download the run's models and tokenizers that are not here, before processes start that would wait for them."""
     for name, has_weights in models_of(cfg):
-        fetch(name, has_weights=has_weights, report=_write_line)
+        try:
+            fetch(name, has_weights=has_weights, report=_write_line)
+        except ConfigError as error:
+            raise ConfigError(f"{key_of(cfg, name)}{error}") from error
 
 
 def _write_line(text: str) -> None:
