@@ -22,7 +22,7 @@ from stretto.config.masks import masked
 from stretto.config.reading.draft import RUN_TABLES, Draft, Given, dotted_to_path
 from stretto.config.reading.lines import read_file
 from stretto.config.reading.toml import chosen_at_start, toml_text
-from stretto.config.reading.words import ArgumentProblem, Assignment, FileArgument, parse_arguments
+from stretto.config.reading.words import ArgumentProblem, Assignment, FileArgument, Part, parse_arguments
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, RunRoot, TrainerConfig
 from stretto.config.rules import all as rules
 from stretto.config.section import KeyPath, Section, dotted, leaves
@@ -42,7 +42,8 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     """The root that the words after a verb describe; logs warnings about dubious settings.
 
     A process of `rl` also accepts the file of a whole run, such as RUN/configs/run.json: its root is its part of that
-    file, and flags are those of `rl`. A process that a launcher has started does not check rules between keys again.
+    file, and flags are those of `rl`, then its own. A process that a launcher has started does not check rules between
+    keys again.
 
     Raises: ConfigError listing every problem, each with its file and line or its flag.
     """
@@ -67,7 +68,7 @@ def read(cls: type[Root], arguments: list[str], values: Mapping[str, Any], *, ve
 def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, Any] | None = None) -> Any:
     cls = draft.cls
     flags = []
-    for argument in parse_arguments(cls, arguments):
+    for argument in parse_arguments(cls, arguments, _part(draft)):
         if isinstance(argument, ArgumentProblem):
             draft.complain(argument.message, *argument.paths, source=argument.source)
             draft.is_incomplete = draft.is_incomplete or argument.is_file
@@ -95,6 +96,13 @@ def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, An
     for doubt in () if draft.is_resolved else rules.doubts(root):
         logger.warning("warning: %s", draft.placed(doubt.sentence, *map(dotted_to_path, doubt.paths)))
     return root
+
+
+def _part(draft: Draft) -> Part | None:
+    """The section of a whole run whose process is started."""
+    if draft.process is None:
+        return None
+    return Part(draft.process, list(PARTS)[RUN_TABLES.index(draft.process)])
 
 
 def _resumed_if_begun(root: Any, draft: Draft, *, is_typed: bool) -> Any:
