@@ -177,8 +177,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                "Function that sees the batch in the trainer."),
         copies("--custom-rollout-log-function-path", "text", None, f"{HOOKS}.rollout_log",
                "Function that logs rollouts."),
-        copies("--custom-eval-rollout-log-function-path", "text", None, f"{HOOKS}.eval_log",
-               "Function that logs evals."),
+        sets("--custom-eval-rollout-log-function-path", "text", None, f"{HOOKS}.eval_log",
+             "Function that logs evals."),
         equal("--buffer-sort-by-staleness", "switch", False, "Batches take the earliest drawn groups.",
               "Oldest samples first."),
         part("--custom-config-path", "text", None, f"{HOOKS}.args {ENV}.args.hook_args trainer.hooks.args",
@@ -394,9 +394,11 @@ def _hooks(flags: Values) -> Iterator[Setting]:
         raise ConfigError(f"{flags.given['--rollout-function-path']}: fine-tuning on conversations is `sft @ sft.toml`")
     if path not in (DEFAULT_ROLLOUT, ASYNC_ROLLOUT):
         yield Setting(f"{HOOKS}.rollout_function", path, ("--rollout-function-path",))
-    if flags.eval_function_path is not None:
-        name = "environments" if flags.eval_function_path == DEFAULT_ROLLOUT else flags.eval_function_path
-        yield Setting(f"{HOOKS}.eval_function", name, ("--eval-function-path",))
+    if has_evals(flags):
+        if flags.eval_function_path is not None:
+            name = "environments" if flags.eval_function_path == DEFAULT_ROLLOUT else flags.eval_function_path
+            yield Setting(f"{HOOKS}.eval_function", name, ("--eval-function-path",))
+        yield from flags.settings("--custom-eval-rollout-log-function-path")
     chosen = flags.dynamic_sampling_filter_path
     is_nonzero_std = _is_nonzero_std(chosen)
     yield Setting("orchestrator.filter_zero_advantages", is_nonzero_std, ("--dynamic-sampling-filter-path",))
@@ -405,6 +407,11 @@ def _hooks(flags: Values) -> Iterator[Setting]:
     for table in argument_tables(flags):
         if flags.extra and table != f"{ENV}.args.hook_args":
             yield Setting(table, dict(flags.extra), ("--custom-config-path",))
+
+
+def has_evals(flags: Values) -> bool:
+    """Whether the run evaluates its policy."""
+    return flags.eval_interval is not None and flags.has("--eval-prompt-data", "--eval-config")
 
 
 def _is_nonzero_std(path: str | None) -> bool:
