@@ -37,6 +37,9 @@ PARTS: dict[type[Section], Callable[[RLConfig], Any]] = {
     InferenceConfig: RLConfig.inference_config,
 }
 
+ALONE = ("hosts", "node_rank")
+"""Keys of `inference` started alone that a whole run's file has in [deployment], for `rl`."""
+
 
 def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Root:
     """The root that the words after a verb describe; logs warnings about dubious settings.
@@ -50,8 +53,12 @@ def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Roo
     if cls in PARTS and names_whole_run(arguments):
         process = RUN_TABLES[list(PARTS).index(cls)]
         draft = Draft(RLConfig, is_resolved=is_supervised(), process=process)
-        part: Root = PARTS[cls](_load(draft, arguments, verb))
-        return part
+        of_run, alone = _split(arguments, cls)
+        part: Root = PARTS[cls](_load(draft, of_run, verb))
+        if not alone:
+            return part
+        given = _load(Draft(cls), alone, verb)
+        return part.model_copy(update={key: getattr(given, key) for key in ALONE if key in given.model_fields_set})
     root: Root = _load(Draft(cls), arguments, verb)
     return root
 
@@ -96,6 +103,19 @@ def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, An
     for doubt in () if draft.is_resolved else rules.doubts(root):
         logger.warning("warning: %s", draft.placed(doubt.sentence, *map(dotted_to_path, doubt.paths)))
     return root
+
+
+def _split(arguments: list[str], cls: type[Section]) -> tuple[list[str], list[str]]:
+    """The words of a whole run's keys, and those of keys that only this process's own root has."""
+    of_run: list[str] = []
+    alone: list[str] = []
+    words = of_run
+    for word in arguments:
+        if word.startswith(("--", "@")):
+            key = word[2:].partition("=")[0].replace("-", "_")
+            words = alone if word.startswith("--") and key in ALONE and key in cls.model_fields else of_run
+        words.append(word)
+    return of_run, alone
 
 
 def _part(draft: Draft) -> Part | None:

@@ -462,6 +462,11 @@ def test_a_process_takes_its_part_of_a_whole_runs_config(tmp_path):
     assert load(TrainerConfig, ["@", str(resolved), "--optim.lr", "0.5"]).optim.lr == 0.5
     own = load(InferenceConfig, ["@", str(resolved), "--gpu-memory-utilization", "0.4", "--no-enforce-eager"])
     assert own.gpu_memory_utilization == 0.4 and not own.enforce_eager
+    over = ["--inference.deployment.type", "multi_node", "--inference.deployment.num_nodes", "2"]
+    own = load(InferenceConfig, ["@", str(rl), "--hosts", "10.0.0.1", "10.0.0.2", *over, "--node-rank=1"])
+    assert (own.hosts, own.node_rank, own.num_nodes) == (["10.0.0.1", "10.0.0.2"], 1, 2)
+    with pytest.raises(ConfigError, match="--node-rank -1"):
+        load(InferenceConfig, ["@", str(rl), "--node-rank", "-1"])
     with pytest.raises(ConfigError, match=r"--optim\.lr x: .*trainer\.optim\.lr"):
         load(TrainerConfig, ["@", str(resolved), "--optim.lr", "x"])
     with pytest.raises(ConfigError, match="none to start"):
