@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stretto import addons
 from stretto.base import ports, process, rundir
@@ -41,9 +41,7 @@ from stretto.orchestrator.lengths import limits_of
 from stretto.orchestrator.servers import ask, servers_of
 from stretto.orchestrator.state.resume import used_before
 from stretto.orchestrator.state.run_checkpoint import Progress
-
-if TYPE_CHECKING:
-    pass
+from stretto.transports.meeting import WIRES, at_all_addresses, moved_ports
 
 WIDTH = 118
 PROMPT_LINES = 14
@@ -153,7 +151,27 @@ def orchestrator(cfg: OrchestratorConfig) -> str:
     tasks, missing, renderer = preview(cfg)
     rows = [*model_rows(cfg.model, missing), *renderer_rows(renderer), *_environments(tasks), *code_rows(checked)]
     rows += [*monitor_rows(cfg.monitors), *_images(cfg.model), *_servers(cfg, has_engine=False)]
-    return screen(rows, _first_tasks(tasks), f"orchestrator  control port {cfg.control.port}", run_directory(cfg))
+    return screen(rows, _first_tasks(tasks), listens(cfg), run_directory(cfg))
+
+
+def listens(cfg: OrchestratorConfig) -> str:
+    """Where an orchestrator that is started alone would listen."""
+    claims = ports.PortClaims()
+    now = at_all_addresses(cfg, claims)
+    claims.close()
+    lines = [f"orchestrator  control port {now.control.port}", *(f"note: {line}" for line in moved_ports(cfg, now))]
+    for key in () if cfg.debug == "rollouts" else WIRES:
+        wire: Any = getattr(now, key)
+        try:
+            if hasattr(wire, "port") and not ports.is_free(wire.host, wire.port):
+                lines.append(f"NOT READY: {_taken(f'{key}.port', wire.port)}; stop that process, or give another port")
+        except ConfigError as error:  # a host of another machine
+            lines.append(f"NOT READY: {key}.host: {error}")
+    return "\n".join(lines)
+
+
+def _taken(key: str, port: int) -> str:
+    return f"{key} = {port} is taken on this machine (`ss -ltnp | grep :{port}` names by whom)"
 
 
 def trainer(cfg: TrainerConfig) -> str:
@@ -189,18 +207,27 @@ def evaluate(cfg: EvalConfig) -> str:
 
 
 def inference(cfg: InferenceConfig) -> str:
-    """The screen of `inference` with one engine."""
-    server = cfg.server
+    """The screen of `inference`."""
+    from stretto.launch.run import serve
+
+    processes = serve.planned(cfg) if serve.has_several(cfg) else cfg
     model = model_rows(ModelSection(name=cfg.model or ModelSection().name))
     if cfg.model:
-        is_here = cfg.slurm is None and cfg.ray is None
+        is_here = launcher_of(cfg) is None and cfg.deployment.num_nodes == 1
         check_served(cfg, cfg.model, is_cpu=is_here and not process.visible_gpus())
         model += weight_rows(cfg)
+    shown = processes if isinstance(processes, str) else _engine(processes, is_here=launcher_of(cfg) is None)
+    return screen(model, shown, run_directory(cfg), job(cfg))
+
+
+def _engine(cfg: InferenceConfig, *, is_here: bool) -> str:
+    """Where a single engine would listen."""
+    server = cfg.server
     engine = f"inference  engine {cfg.engine}, http://{server.host}:{server.port}"
-    if launcher_of(cfg) is None and not ports.is_free(server.host, server.port):
-        taken = f"server.port = {server.port} is taken on this machine (`ss -ltnp | grep :{server.port}` names by whom)"
+    if is_here and not ports.is_free(server.host, server.port):
+        taken = _taken("server.port", server.port)
         engine += f"\nNOT READY: {taken}; stop that process, or give another port with --server.port"
-    return screen(model, engine, run_directory(cfg), job(cfg))
+    return engine
 
 
 def job(cfg: RLConfig | SFTConfig | InferenceConfig) -> str:

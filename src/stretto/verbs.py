@@ -141,28 +141,20 @@ def _inference(cfg: InferenceConfig, words: list[str]) -> int:
         return run_elsewhere(cfg)
     let_waiting_threads_sleep()
     from stretto.base.status import SUPERVISED_VAR, wait_for_go
-    from stretto.launch.plan.routers import has_router
-    from stretto.launch.run.serve import unused_gpus
+    from stretto.launch.run import serve
 
-    if SUPERVISED_VAR not in os.environ and (note := unused_gpus(cfg)):
+    if SUPERVISED_VAR not in os.environ and (note := serve.unused_gpus(cfg)):
         sys.stderr.write(f"note: {note}\n")
-    if SUPERVISED_VAR not in os.environ and not cfg.dry_run:
-        check_weights(cfg)
-    if max(cfg.deployment.num_processes, cfg.num_nodes) > 1 or cfg.kv_cache_offload is not None or has_router(cfg):
-        from stretto.launch.run.serve import main as serve
-
-        wait_for_go()
-        served = serve(cfg, dry_run=cfg.dry_run)
-        if isinstance(served, int):
-            if cfg.dry_run:
-                from stretto.dry_run import job
-
-                if shown := job(cfg):
-                    _print(shown)
-            return served
-        cfg = served
     if cfg.dry_run:
         return show_dry_run("inference", cfg)
+    if SUPERVISED_VAR not in os.environ:
+        check_weights(cfg)
+    if serve.has_several(cfg):
+        wait_for_go()
+        served = serve.main(cfg)
+        if isinstance(served, int):
+            return served
+        cfg = served
     main = imported("stretto.inference.server:main")
     wait_for_go()
     restore_python_signals()

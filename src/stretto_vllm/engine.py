@@ -37,6 +37,7 @@ class Vllm(Engine):
     def check_model(self, section: InferenceSection, model: ModelFile, name: str, *, is_cpu: bool) -> None:
         served, drafts = ServedModel(model.directory, model.text), section.speculation
         served.check()
+        served.check_length(section)
         if drafts is not None and drafts.method == "mtp":
             served.check_prediction_layers(drafts.num_speculative_tokens)
         if drafts is not None and drafts.model is not None:

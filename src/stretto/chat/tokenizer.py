@@ -307,10 +307,15 @@ def build_letters_tokenizer(
     return path
 
 
+LETTERS_TEMPLATE = "the letters tokenizer's template"
+"""A text of letters.jinja."""
+
+
 def is_letters_tokenizer(tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer is one of `build_letters_tokenizer`, which has Qwen3's chat tokens."""
+    """Whether a tokenizer is one of `build_letters_tokenizer`, with Qwen3's chat tokens and no other template."""
     first = (*CHAT_TOKENS, UNKNOWN)
-    return [tokenizer.token_id(token) for token in first] == list(range(len(first)))
+    is_own = all(LETTERS_TEMPLATE in source for source in tokenizer.templates.sources.values())
+    return is_own and [tokenizer.token_id(token) for token in first] == list(range(len(first)))
 
 
 def find_directory(name: str) -> Path:

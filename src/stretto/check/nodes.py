@@ -140,9 +140,10 @@ def unused_gpus(needed: int) -> str | None:
     """A note if this machine shows more GPUs than are used."""
     if not needed or (visible := len(process.visible_gpus())) <= needed:
         return None
+    used = "1 of them is used" if needed == 1 else f"{needed} of them are used"
     return (
-        f"this machine shows {visible} GPUs, and {needed} of them are used; to use more, raise a degree of "
-        "inference.parallel or inference.deployment.num_replicas"
+        f"this machine shows {visible} GPUs, and {used}; to use more, raise a degree of inference.parallel or "
+        "inference.deployment.num_replicas"
     )
 
 

@@ -25,7 +25,7 @@ from stretto.config.masks import masked
 from stretto.config.reading.draft import RUN_TABLES, Draft, Given, dotted_to_path
 from stretto.config.reading.lines import read_file
 from stretto.config.reading.toml import chosen_at_start, toml_text
-from stretto.config.reading.words import ArgumentProblem, Assignment, FileArgument, parse_arguments
+from stretto.config.reading.words import ArgumentProblem, Assignment, FileArgument, Part, parse_arguments
 from stretto.config.root import InferenceConfig, OrchestratorConfig, RLConfig, RunRoot, TrainerConfig
 from stretto.config.rules import all as rules
 from stretto.config.section import KeyPath, Section, dotted, leaves
@@ -40,20 +40,28 @@ PARTS: dict[type[Section], Callable[[RLConfig], Any]] = {
     InferenceConfig: RLConfig.inference_config,
 }
 
+ALONE = ("hosts", "node_rank")
+"""Keys of `inference` started alone that a whole run's file has in [deployment], for `rl`."""
+
 
 def load(cls: type[Root], arguments: list[str], *, verb: str = "stretto") -> Root:
     """The root that the words after a verb describe; logs warnings about dubious settings.
 
     A process of `rl` also accepts the file of a whole run, such as RUN/configs/run.json: its root is its part of that
-    file, and flags are those of `rl`. A process that a launcher has started does not check rules between keys again.
+    file, and flags are those of `rl`, then its own. A process that a launcher has started does not check rules between
+    keys again.
 
     Raises: ConfigError listing every problem, each with its file and line or its flag.
     """
     if cls in PARTS and names_whole_run(arguments):
         process = RUN_TABLES[list(PARTS).index(cls)]
         draft = Draft(RLConfig, is_resolved=is_supervised(), process=process)
-        part: Root = PARTS[cls](_load(draft, arguments, verb))
-        return part
+        of_run, alone = _split(arguments, cls)
+        part: Root = PARTS[cls](_load(draft, of_run, verb))
+        if not alone:
+            return part
+        given = _load(Draft(cls), alone, verb)
+        return part.model_copy(update={key: getattr(given, key) for key in ALONE if key in given.model_fields_set})
     root: Root = _load(Draft(cls), arguments, verb)
     return root
 
@@ -70,7 +78,7 @@ def read(cls: type[Root], arguments: list[str], values: Mapping[str, Any], *, ve
 def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, Any] | None = None) -> Any:
     cls = draft.cls
     flags = []
-    for argument in parse_arguments(cls, arguments):
+    for argument in parse_arguments(cls, arguments, _part(draft)):
         if isinstance(argument, ArgumentProblem):
             draft.complain(argument.message, *argument.paths, source=argument.source)
             draft.is_incomplete = draft.is_incomplete or argument.is_file
@@ -98,6 +106,26 @@ def _load(draft: Draft, arguments: list[str], verb: str, values: Mapping[str, An
     for doubt in () if draft.is_resolved else rules.doubts(root):
         logger.warning("warning: %s", draft.placed(doubt.sentence, *map(dotted_to_path, doubt.paths)))
     return root
+
+
+def _split(arguments: list[str], cls: type[Section]) -> tuple[list[str], list[str]]:
+    """The words of a whole run's keys, and those of keys that only this process's own root has."""
+    of_run: list[str] = []
+    alone: list[str] = []
+    words = of_run
+    for word in arguments:
+        if word.startswith(("--", "@")):
+            key = word[2:].partition("=")[0].replace("-", "_")
+            words = alone if word.startswith("--") and key in ALONE and key in cls.model_fields else of_run
+        words.append(word)
+    return of_run, alone
+
+
+def _part(draft: Draft) -> Part | None:
+    """The section of a whole run whose process is started."""
+    if draft.process is None:
+        return None
+    return Part(draft.process, list(PARTS)[RUN_TABLES.index(draft.process)])
 
 
 def _resumed_if_begun(root: Any, draft: Draft, *, is_typed: bool) -> Any:

@@ -22,6 +22,7 @@ from stretto.algorithms.custom import load_credit
 from stretto.base import log, rundir
 from stretto.base.foreign import warn_when_blocked
 from stretto.base.paths import RunDir
+from stretto.base.ports import PortClaims
 from stretto.base.runtime import collect_on_growth
 from stretto.base.secret import load_secret
 from stretto.base.status import is_supervised, report, stop_signals
@@ -68,7 +69,7 @@ from stretto.orchestrator.versions.loader import VersionLoader
 from stretto.orchestrator.versions.shared_devices import SharedDevices
 from stretto.transports.control import ControlServer
 from stretto.transports.engine.client import EngineClient
-from stretto.transports.meeting import announce, at_all_addresses
+from stretto.transports.meeting import announce, at_all_addresses, moved_ports
 from stretto.transports.rollouts import Sender, build_sender
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,11 @@ async def open_wires(cfg: OrchestratorConfig, start: int, stack: AsyncExitStack)
         shares = shares_prefixes(cfg.model, find_model_file(cfg.model.name), is_on_cpu=False)  # its device is not known
         trainer: Any = AbsentTrainer(cfg.num_train_workers, start, cfg.max_steps, shares_prefixes=shares)
         return Wires(engines, trainer, trainer)
-    cfg = at_all_addresses(cfg)
+    claims = PortClaims()
+    stack.callback(claims.close)
+    cfg, given = at_all_addresses(cfg, claims), cfg
+    for line in moved_ports(given, cfg):
+        logger.info("%s", line)
     control = ControlServer(
         cfg.control,
         cfg.run_name,

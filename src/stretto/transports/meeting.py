@@ -1,10 +1,10 @@
 """Where an orchestrator and a trainer that were started alone meet: a file in the run directory that both of them see.
 
-The orchestrator listens at all addresses of its machine unless `control.host` is given, and writes them to
-RUN/orchestrator.json with its ports and the addresses of its engines. Only processes with the run's secret are admitted
-on its wires, whoever reaches the ports. A trainer without `control.host` reads the file, and takes the first address at
-which the port answers. If trainer, orchestrator and engines are not on one machine, and no [weight_broadcast] is given,
-weights are files in the run directory.
+The orchestrator listens at all addresses of its machine unless `control.host` is given, at the next free port if a
+default one is taken, and writes addresses and ports to RUN/orchestrator.json, with the addresses of its engines. Only
+processes with the run's secret are admitted on its wires, whoever reaches the ports. A trainer without `control.host`
+reads the file, and takes the first address at which the port answers. If trainer, orchestrator and engines are not on
+one machine, and no [weight_broadcast] is given, weights are files in the run directory.
 
 Processes of `rl` get their addresses from the launcher: nothing here concerns them.
 """
@@ -25,7 +25,7 @@ import msgspec
 from stretto.base.errors import EngineError
 from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
-from stretto.base.ports import is_own_address, own_addresses
+from stretto.base.ports import PortClaims, is_own_address, own_addresses
 from stretto.base.status import is_supervised
 from stretto.config.root import OrchestratorConfig, TrainerConfig
 from stretto.config.section import Section
@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 ALL_ADDRESSES = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
+NUM_TRIED = 100
+"""Ports from the default one on."""
+WIRES = ("control", "rollout_transport")
+"""Sections of what the orchestrator listens at."""
 PROBE_S = 2.0
 POLL_S = 0.2
 
@@ -60,12 +64,34 @@ class Meeting(msgspec.Struct, frozen=True):
 # -- the orchestrator's end --
 
 
-def at_all_addresses(cfg: OrchestratorConfig) -> OrchestratorConfig:
-    """The config of an orchestrator that was started alone: without a `host` its wires listen at all addresses."""
+def at_all_addresses(cfg: OrchestratorConfig, claims: PortClaims) -> OrchestratorConfig:
+    """The config of an orchestrator that was started alone: without a `host` its wires listen at all addresses.
+
+    Without `control.host`, trainers read the ports in the file: then a default port that is taken is the next free one.
+    claims: hold these ports until the wires are open.
+    """
     if is_supervised():
         return cfg
-    wires = {key: _with_host(getattr(cfg, key), ALL_ADDRESSES) for key in ("control", "rollout_transport")}
-    return cfg.model_copy(update=wires)
+    found = {key: _with_host(getattr(cfg, key), ALL_ADDRESSES) for key in WIRES}
+    if "host" not in cfg.control.model_fields_set:
+        found = {key: _at_free_port(wire, claims) for key, wire in found.items()}
+    return cfg.model_copy(update=found)
+
+
+def moved_ports(before: OrchestratorConfig, now: OrchestratorConfig) -> list[str]:
+    """A line for each port that `at_all_addresses` has moved."""
+    ports = {key: [getattr(getattr(cfg, key), "port", None) for cfg in (before, now)] for key in WIRES}
+    moved = [(key, first, port) for key, (first, port) in ports.items() if first != port]
+    return [f"{key}.port is {port}, since {first} is taken on this machine" for key, first, port in moved]
+
+
+def _at_free_port(wire: Any, claims: PortClaims) -> Any:
+    """The wire's section at the first free port from its default one on; unchanged if the user gave the port."""
+    if not hasattr(wire, "port") or "port" in wire.model_fields_set:
+        return wire
+    ports = range(wire.port, wire.port + NUM_TRIED)
+    port = next((each for each in ports if claims.claim(wire.host, each)), wire.port)
+    return wire if port == wire.port else wire.model_copy(update={"port": port})
 
 
 def announce(cfg: OrchestratorConfig) -> Callable[[], None]:

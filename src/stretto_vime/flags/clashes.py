@@ -64,6 +64,7 @@ def _both(name: str, other: str, text: str) -> Clash:
 
 
 EVAL_DATA = ("--eval-prompt-data", "--eval-config")
+OF_EVALS = ("--skip-eval-before-train", "--eval-function-path", "--custom-eval-rollout-log-function-path")
 
 
 def _needs_evals(name: str) -> Clash:
@@ -302,10 +303,9 @@ NOTES: tuple[Clash, ...] = (
     Clash("--apply-chat-template-kwargs --apply-chat-template",
           lambda v: v.apply_chat_template_kwargs and not v.apply_chat_template, "{0} does nothing without {1}"),
     *(_given(name, "--eval-prompt-data", lambda v: not v.has(*EVAL_DATA),
-             "{0} does nothing without {1}, the data")
-      for name in ("--skip-eval-before-train", "--eval-function-path")),
-    Clash("--eval-prompt-data --eval-interval", lambda v: v.eval_prompt_data is not None and v.eval_interval is None,
-          "{0} is not used without {1}: there are no evals"),
+             "{0} does nothing without {1}, the data") for name in OF_EVALS),
+    *(_given(name, "--eval-interval", lambda v: v.eval_interval is None,
+             "{0} is not used without {1}: there are no evals") for name in EVAL_DATA),
     Clash("--over-sampling-batch-size", lambda v: v.has("--over-sampling-batch-size") and not v.partial_rollout,
           "{0} is not used: groups that are refused are replaced one by one"),
     Clash("--update-weights-interval", lambda v: v.update_weights_interval > 1 and not v.is_async,

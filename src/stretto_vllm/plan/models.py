@@ -6,6 +6,7 @@ CPUs were not tried on GPUs.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.config.sections.inference import SpeculationSection
+from stretto.config.sections.inference import InferenceSection, SpeculationSection
 from stretto.config.sections.model import Family
 from stretto.data.hub_model import is_hub_name
 from stretto.data.model_file import ModelFile
@@ -24,6 +25,9 @@ from stretto.families.traits import Traits
 CPU_BLOCK_SIZE = 32
 """vLLM's CPU attention supports multiples of 32 only."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+PLAIN_POSITIONS = ("default", "llama3", "yarn")
+"""Kinds of rotary positions of which max_position_embeddings is the number, scaled or not."""
+LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 EMBEDDED = 'use inference.engine = "embedded"'
 
 
@@ -95,6 +99,23 @@ class ServedModel:
             )
         if self.has_vision:
             self._check_vision()
+
+    def check_length(self, section: InferenceSection) -> None:
+        """Check that the model has as many positions as `max_model_len` asks for, as vLLM does when it starts.
+
+        Raises: ConfigError if not, unless a variable or an override lets vLLM go beyond its config.json.
+        """
+        most, positions = section.max_model_len, self.config.get("max_position_embeddings")
+        scaling = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        is_plain = isinstance(kind, str) and kind in PLAIN_POSITIONS and "model_max_length" not in self.config
+        is_let = "1" in (section.env_vars.get(LONGER), os.environ.get(LONGER)) or "hf_overrides" in section.vllm_extra
+        if is_plain and most is not None and isinstance(positions, int) and most > positions and not is_let:
+            raise ConfigError(
+                f"inference.max_model_len = {most}: {self.directory / 'config.json'} has {positions} positions "
+                "(max_position_embeddings), and vLLM does not start with more; give at most as many, or a config.json "
+                "with the scaling that the model's card names for longer texts (rope_scaling)"
+            )
 
     def check_prediction_layers(self, num_tokens: int | None) -> None:
         """Check that the model has layers for further tokens, with which `mtp` drafts; num_tokens: of a draft.

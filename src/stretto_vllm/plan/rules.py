@@ -287,6 +287,7 @@ def servers(c: RLConfig, at: At) -> Problems:
                 key,
                 f"{key} is a process without a server, which `inference` starts on an engine's further nodes, and the "
                 "run would wait for it; leave it out",
+                is_of_run=True,
             )
 
 

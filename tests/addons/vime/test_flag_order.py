@@ -143,6 +143,15 @@ def test_rows_are_as_long_as_the_flag_says_and_evals_do_not_lengthen_them(files)
     assert short.row_tokens == 512 < short.seq_len == 1024
 
 
+@pytest.mark.parametrize("bound", ["", "--vllm-max-model-len 8192"])
+def test_without_a_size_of_passes_rows_are_not_as_long_as_the_model_takes(files, bound):
+    words = words_of(files, SPLIT, bound)  # as scripts with --micro-batch-size 1, without --use-dynamic-batch-size
+    at = words.index("--rollout-max-context-len")
+    cfg = read_command([*words[:at], *words[at + 2 :]]).config
+    assert cfg.row_tokens == 256 < cfg.seq_len == (8192 if bound else 40960)
+    assert read_command(words).config.row_tokens == 1024
+
+
 @pytest.mark.parametrize("correction", ["", "--use-tis", "--use-tis --custom-tis-function-path own.tis"])
 def test_a_clip_range_that_does_nothing_is_a_note(correction, files):
     assert read_command(words_of(files, SPLIT, "--eps-clip 0.2 --eps-clip-high 0.28", correction)).config

@@ -12,7 +12,7 @@ import pytest
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
-from stretto.config.root import InferenceConfig
+from stretto.config.root import InferenceConfig, RLConfig
 from stretto.config.section import has_key
 from stretto.config.sections.inference import InferenceSection
 from stretto_vllm.command import COMPUTES_POLICY, PATCHES_VAR, build_command
@@ -253,6 +253,16 @@ def test_the_deployment_pages_commands_load(tmp_path):
     assert (cfg.parallel.dp, cfg.parallel.tp, cfg.engine) == (4, 4, "auto")
     assert cfg.chosen_engine(has_gpu=False) == "vllm"
     assert cfg.vllm_extra["data_parallel_start_rank"] == 2 and cfg.vllm_extra["headless"] is True
+
+
+def test_flags_of_vllm_beside_the_file_of_a_whole_run_are_those_of_its_engine(tmp_path):
+    (tmp_path / "rl.toml").write_text("[inference.vllm_extra]\nheadless = true\n")
+    rest, extra = taken("--data-parallel-size", "4", "--data-parallel-start-rank", "2")
+    words = ["@", str(tmp_path / "rl.toml"), *rest, "--vllm-extra", json.dumps(extra)]
+    cfg = load(InferenceConfig, words)
+    assert cfg.parallel.dp == 4 and cfg.vllm_extra == {"headless": True, "data_parallel_start_rank": 2}
+    with pytest.raises(ConfigError, match="is a process without a server"):
+        load(RLConfig, [*words[:2], "--orchestrator.env.0.id", "sort-letters"])
 
 
 @pytest.mark.parametrize("words", [["--headless=1"], ["--all2all-backend"], ["--all2all-backend", "--headless"]])

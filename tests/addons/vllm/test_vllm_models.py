@@ -56,6 +56,18 @@ def test_a_tied_head_is_refused_where_vllm_does_not_tie_it(tmp_path, is_cpu):
     check_served(section, save(tmp_path, model_type="glm4", tie_word_embeddings=True), is_cpu=is_cpu)
 
 
+def test_more_positions_than_the_model_has_are_refused(tmp_path, monkeypatch):
+    name, section = save(tmp_path, model_type="qwen3", max_position_embeddings=40960), InferenceSection(engine="vllm")
+    longer = section.model_copy(update={"max_model_len": 65536})
+    with pytest.raises(ConfigError, match=r"max_model_len = 65536: .*has 40960 positions"):
+        check_served(longer, name, is_cpu=False)
+    check_served(section.model_copy(update={"max_model_len": 40960}), name, is_cpu=False)
+    check_served(longer.model_copy(update={"vllm_extra": {"hf_overrides": {}}}), name, is_cpu=False)
+    check_served(longer.model_copy(update={"env_vars": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}), name, is_cpu=False)
+    save(tmp_path, model_type="qwen3", max_position_embeddings=32768, rope_scaling={"type": "dynamic", "factor": 2.0})
+    check_served(longer, name, is_cpu=False)
+
+
 def test_drafts_by_layers_that_the_model_lacks_are_refused(tmp_path):
     section = InferenceSection(engine="vllm", speculation={"method": "mtp"})
     for lacks in ({"model_type": "qwen3"}, {"model_type": "glm4_moe", "num_nextn_predict_layers": 0}):

@@ -18,7 +18,7 @@ from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.chat.conversations import CALL, FIXED, ONE_TURN, THINKING, TOOL, TWO_TURNS
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.templates import ChatTemplate, TemplateFiles, named_template, read_templates
-from stretto.chat.tokenizer import Tokenizer, load_tokenizer
+from stretto.chat.tokenizer import Tokenizer, build_letters_tokenizer, load_tokenizer
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.model import Family, RendererSection
@@ -569,6 +569,15 @@ def test_a_family_that_writes_other_tokens_than_the_template_is_not_taken():
     renderer = build_renderer(tokenizer, RendererSection(), "qwen3")
     assert renderer.decode(renderer.render_prompt(ONE_TURN)).endswith("<|im_start|>assistant\n")
     assert "the family qwen3 writes the conversation 'one turn' otherwise" in renderer.description
+
+
+def test_letters_with_a_template_of_another_are_rendered_by_it(tmp_path):
+    path = build_letters_tokenizer(tmp_path)
+    assert "for the letters tokenizer" in build_renderer(load_tokenizer(path), RendererSection(), "qwen3").description
+    (path / "chat_template.jinja").write_text(CHATML)
+    renderer = build_renderer(load_tokenizer(path), RendererSection(), "qwen3")
+    prompt = renderer.decode(renderer.render_prompt([{"role": "user", "content": "cab"}]))
+    assert prompt == "<|im_start|>user\ncab<|im_end|>\n<|im_start|>assistant\n"  # no thought
 
 
 def test_a_setting_that_only_the_family_has_takes_the_family():

@@ -458,8 +458,17 @@ def test_a_process_takes_its_part_of_a_whole_runs_config(tmp_path):
         assert orchestrator == whole.orchestrator_config() and orchestrator.num_train_workers == 4
         assert inference == whole.inference_config() and inference.server.port == 8123
         assert trainer.run_path == orchestrator.run_path == inference.run_path == whole.run_path
-    with pytest.raises(ConfigError, match=r"did you mean --trainer\.optim\.lr"):
-        load(TrainerConfig, ["@", str(resolved), "--optim.lr", "1"])
+    # A flag that `rl` does not have is the process's own.
+    assert load(TrainerConfig, ["@", str(resolved), "--optim.lr", "0.5"]).optim.lr == 0.5
+    own = load(InferenceConfig, ["@", str(resolved), "--gpu-memory-utilization", "0.4", "--no-enforce-eager"])
+    assert own.gpu_memory_utilization == 0.4 and not own.enforce_eager
+    over = ["--inference.deployment.type", "multi_node", "--inference.deployment.num_nodes", "2"]
+    own = load(InferenceConfig, ["@", str(rl), "--hosts", "10.0.0.1", "10.0.0.2", *over, "--node-rank=1"])
+    assert (own.hosts, own.node_rank, own.num_nodes) == (["10.0.0.1", "10.0.0.2"], 1, 2)
+    with pytest.raises(ConfigError, match="--node-rank -1"):
+        load(InferenceConfig, ["@", str(rl), "--node-rank", "-1"])
+    with pytest.raises(ConfigError, match=r"--optim\.lr x: .*trainer\.optim\.lr"):
+        load(TrainerConfig, ["@", str(resolved), "--optim.lr", "x"])
     with pytest.raises(ConfigError, match="none to start"):
         load(InferenceConfig, ["@", str(resolved), "--no-inference"])
 

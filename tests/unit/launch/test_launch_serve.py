@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 from processes.add_ons import needs
 
+from stretto import dry_run
 from stretto.base.errors import ConfigError
 from stretto.config.load import load
 from stretto.config.root import InferenceConfig
 from stretto.launch.plan.serving import plan_serving
-from stretto.launch.run.serve import main, write
+from stretto.launch.run.serve import main, planned, write
 
 
 @pytest.fixture(autouse=True)
@@ -39,23 +41,37 @@ def test_replicas_and_a_router_of_one_machine(tmp_path):
 
 
 @needs("routers", "vllm")
-def test_hosts_are_needed_except_in_a_dry_run(tmp_path, capsys):
+def test_hosts_are_needed_except_in_a_dry_run(tmp_path):
     shape = ("--deployment.type", "multi_node", "--deployment.num-nodes", "2", "--parallel.tp", "2")
     with pytest.raises(ConfigError, match="give their addresses with --hosts"):
         plan_serving(config(tmp_path, *shape), config(tmp_path).run_dir)
-    assert main(config(tmp_path, *shape, "--dry-run"), dry_run=True) == 0
-    assert "1: node-1" in (shown := capsys.readouterr().out) and "requests go to http://node-0:8000" in shown
+    shown = planned(config(tmp_path, *shape, "--dry-run"))
+    assert "1: node-1" in shown and "requests go to http://node-0:8000" in shown
     plan = plan_serving(config(tmp_path, *shape, "--hosts", "a", "b"), config(tmp_path).run_dir)
     assert [(s.name, s.node) for s in plan.processes] == [("inference_0", 0), ("inference_1", 1), ("router", 0)]
     with pytest.raises(ConfigError, match="needs 2 nodes and there are 1 node"):
         plan_serving(config(tmp_path, *shape, "--hosts", "a"), config(tmp_path).run_dir)
 
 
+@needs("routers")
+def test_a_dry_run_of_several_processes_looks_at_the_model_and_at_ports(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "bert"}')
+    words = ("--deployment.num-replicas", "2", "--model", str(tmp_path / "m"), "--dry-run")
+    with pytest.raises(ConfigError, match="no hidden_size"):
+        dry_run.inference(config(tmp_path, *words))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        shown = dry_run.inference(config(tmp_path, *words[:2], "--server.port", str(port), "--dry-run"))
+    assert "model   NOT FOUND" in shown and "inference_1" in shown
+    assert "NOT READY" in shown and f"port {port}" in shown
+
+
 @needs("vllm")
 def test_one_engine_is_served_in_this_process_with_its_cache_connector(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     words = ("--kv-cache-offload.type", "native", "--kv-cache-offload.cpu.num-bytes", "1000")
-    own = main(config(tmp_path, *words), dry_run=False)
+    own = main(config(tmp_path, *words))
     assert own.kv_cache_offload is None and own.engine == "vllm" and own.enable_prefix_caching
     connector = own.vllm_extra["kv_transfer_config"]
     assert connector["kv_connector"] == "OffloadingConnector"

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
+from stretto import dry_run
 from stretto.base.errors import EngineError
-from stretto.base.ports import own_addresses
+from stretto.base.ports import PortClaims, own_addresses
 from stretto.config.load import load
 from stretto.config.root import OrchestratorConfig, TrainerConfig
+from stretto.config.sections.transport import ControlSection
 from stretto.transports import meeting
-from stretto.transports.meeting import announce, at_all_addresses, with_orchestrator
+from stretto.transports.meeting import announce, at_all_addresses, moved_ports, with_orchestrator
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +39,13 @@ def orchestrator(tmp_path: Path):
 
 
 @pytest.fixture
+def opened():
+    claims = PortClaims("test-of-meetings")
+    yield lambda cfg: at_all_addresses(cfg, claims)
+    claims.close()
+
+
+@pytest.fixture
 def trainer(tmp_path: Path):
     def build(*words: str) -> TrainerConfig:
         return load(TrainerConfig, ["--output-dir", str(tmp_path), "--run.name", "run", "--max-steps", "1", *words])
@@ -52,8 +61,8 @@ def listener() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
-def test_a_trainer_finds_host_and_ports_that_no_one_typed(orchestrator, trainer, listener: int) -> None:
-    cfg = at_all_addresses(orchestrator("--control.port", str(listener), "--rollout-transport.port", "6001"))
+def test_a_trainer_finds_host_and_ports_that_no_one_typed(orchestrator, opened, trainer, listener: int) -> None:
+    cfg = opened(orchestrator("--control.port", str(listener), "--rollout-transport.port", "6001"))
     assert (cfg.control.host, cfg.rollout_transport.host) == ("0.0.0.0", "0.0.0.0")
     remove = announce(cfg)
     found = with_orchestrator(trainer(), lambda: False)
@@ -65,34 +74,47 @@ def test_a_trainer_finds_host_and_ports_that_no_one_typed(orchestrator, trainer,
     assert not cfg.run_dir.orchestrator.exists()
 
 
-def test_the_file_holds_no_secret_and_only_its_user_reads_it(orchestrator) -> None:
-    cfg = at_all_addresses(orchestrator("--client.base-url", "http://user:word@10.1.1.1:8000/v1"))
+def test_a_default_port_that_is_taken_is_moved_where_the_file_says_so(orchestrator, opened, listener: int) -> None:
+    given = orchestrator()
+    given = given.model_copy(update={"control": ControlSection.model_construct(set(), port=listener)})
+    cfg = opened(given)
+    assert cfg.control.port > listener
+    assert (
+        moved_ports(given, cfg)[0] == f"control.port is {cfg.control.port}, since {listener} is taken on this machine"
+    )
+    typed = orchestrator("--control.port", str(listener))
+    assert opened(typed).control.port == listener
+    assert f"NOT READY: control.port = {listener} is taken" in dry_run.listens(typed)
+    hosts = orchestrator("--control.host", "127.0.0.1")  # its trainers are given the port
+    assert moved_ports(hosts, opened(hosts)) == []
+
+
+def test_the_file_holds_no_secret_and_only_its_user_reads_it(orchestrator, opened) -> None:
+    cfg = opened(orchestrator("--client.base-url", "http://user:word@10.1.1.1:8000/v1"))
     announce(cfg)
     path = cfg.run_dir.orchestrator
     assert path.stat().st_mode & 0o777 == 0o600
     assert json.loads(path.read_text())["engines"] == ["10.1.1.1"] and "word" not in path.read_text()
 
 
-def test_addresses_that_are_typed_are_kept(orchestrator, trainer) -> None:
+def test_addresses_that_are_typed_are_kept(orchestrator, opened, trainer) -> None:
     typed = orchestrator("--control.host", "127.0.0.1", "--rollout-transport.host", "127.0.0.1")
-    assert at_all_addresses(typed) == typed
+    assert opened(typed) == typed
     cfg = trainer("--control.host", "10.9.9.9")
     assert with_orchestrator(cfg, lambda: False) is cfg
 
 
-def test_with_an_engine_on_another_machine_weights_are_files(orchestrator, trainer, listener: int) -> None:
-    announce(
-        at_all_addresses(orchestrator("--control.port", str(listener), "--client.base-url", "http://192.0.2.7:8000"))
-    )
+def test_with_an_engine_on_another_machine_weights_are_files(orchestrator, opened, trainer, listener: int) -> None:
+    announce(opened(orchestrator("--control.port", str(listener), "--client.base-url", "http://192.0.2.7:8000")))
     assert with_orchestrator(trainer(), lambda: False).weight_broadcast.type == "filesystem"
     typed = trainer("--weight-broadcast.type", "collective")
     assert with_orchestrator(typed, lambda: False).weight_broadcast.type == "collective"
 
 
 def test_a_network_that_every_machine_has_is_not_the_orchestrators(
-    orchestrator, trainer, listener: int, monkeypatch: pytest.MonkeyPatch
+    orchestrator, opened, trainer, listener: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    announce(at_all_addresses(orchestrator("--control.port", str(listener))))
+    announce(opened(orchestrator("--control.port", str(listener))))
     monkeypatch.setattr(meeting.socket, "gethostname", lambda: "elsewhere")
     tried: list[str] = []
     monkeypatch.setattr(meeting, "_answers", lambda host, port: tried.append(host) or host not in own_addresses())
@@ -124,15 +146,15 @@ def test_what_answers_at_the_default_port_is_not_taken_for_the_orchestrator_of_t
 
 
 @pytest.mark.heavy
-def test_a_file_of_an_orchestrator_that_is_gone_is_named(orchestrator, trainer) -> None:
-    announce(at_all_addresses(orchestrator("--control.port", str(free_port()))))
+def test_a_file_of_an_orchestrator_that_is_gone_is_named(orchestrator, opened, trainer) -> None:
+    announce(opened(orchestrator("--control.port", str(free_port()))))
     with pytest.raises(EngineError, match="did not answer"):
         with_orchestrator(trainer("--control.register-timeout-s", "0.3"), lambda: False)
 
 
-def test_the_next_orchestrators_file_stays(orchestrator) -> None:
-    remove = announce(at_all_addresses(orchestrator("--control.port", "6101")))
-    second = at_all_addresses(orchestrator("--control.port", "6102"))
+def test_the_next_orchestrators_file_stays(orchestrator, opened) -> None:
+    remove = announce(opened(orchestrator("--control.port", "6101")))
+    second = opened(orchestrator("--control.port", "6102"))
     announce(second)
     remove()
     assert json.loads(second.run_dir.orchestrator.read_text())["control_port"] == 6102

@@ -321,7 +321,7 @@ class Draft:
         """Report a broken rule, unless it only results from another mistake."""
         paths = [dotted_to_path(path) for path in problem.paths]
         others = [path for path in paths if path and path[0] in RUN_TABLES and path[0] != self.process]
-        if self.process is not None and paths and others == paths:
+        if self.process is not None and paths and (others == paths or problem.is_of_run):
             return
         if not any(_is_below(a, b) or _is_below(b, a) for a in paths for b in self.suspects):
             self.complain(problem.sentence, *paths)

@@ -66,16 +66,24 @@ class Target:
     """Whether it is a key of another framework, which the loader refuses or ignores, depending on its value."""
 
 
-def parse_arguments(cls: type[Section], words: list[str]) -> list[Argument]:
+@dataclass(frozen=True)
+class Part:
+    """A section whose keys are also flags by their own names, unless the whole has a key of that name."""
+
+    name: str
+    cls: type[Section]
+
+
+def parse_arguments(cls: type[Section], words: list[str], part: Part | None = None) -> list[Argument]:
     """The arguments that the words form, in their order; no file is read and no value validated."""
     rest = list(words)
     found = []
     while rest:
-        found.append(_next_argument(cls, rest))
+        found.append(_next_argument(cls, rest, part))
     return found
 
 
-def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
+def _next_argument(cls: type[Section], rest: list[str], part: Part | None) -> Argument:
     word = rest.pop(0)
     if word.startswith("@"):
         return _file((), word, rest)
@@ -83,6 +91,8 @@ def _next_argument(cls: type[Section], rest: list[str]) -> Argument:
         return _stray(cls, word, rest)
     name, equals, value = word[2:].partition("=")
     target = _resolve(cls, name)
+    if isinstance(target, ArgumentProblem) and part is not None and isinstance(_resolve(part.cls, name), Target):
+        target = _resolve(cls, f"{part.name}.{name}")
     if isinstance(target, ArgumentProblem):
         following = [] if equals else _up_to_next(rest)
         del rest[: len(following)]

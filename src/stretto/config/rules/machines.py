@@ -88,18 +88,6 @@ def replicas(c: RLConfig, at: At) -> Problems:
         yield Problem((copies, workers), rule)
 
 
-def servers(c: RLConfig, at: At) -> Problems:
-    """Engines of a run have a server."""
-    for name in ("inference", "teacher_inference"):
-        key = at(f"{name}.vllm_extra.headless")
-        if key.held is True:
-            yield Problem(
-                key,
-                f"{key} is a process without a server, which `inference` starts on an engine's further nodes, and the "
-                "run would wait for it; leave it out",
-            )
-
-
 def group_requests(c: RLConfig, at: At) -> Problems:
     """A group is one request where an environment generates it at once, and an engine accepts it."""
     sizes = {"group_size": c.orchestrator.group_size}
@@ -396,7 +384,6 @@ RULES: Rules = {
         client_address,
         device_of_engines,
         replicas,
-        servers,
         group_requests,
         sample_lengths,
         idle_gpus,

@@ -46,6 +46,8 @@ class Problem:
 
     blamed: Named | tuple[Named, ...]
     sentence: str
+    is_of_run: bool = False
+    """Whether a process that is started alone, with its part of the run's file, may do so."""
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -6,9 +6,8 @@ node.
 
 from __future__ import annotations
 
-import sys
-
 from stretto.base import log
+from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.check import nodes as node_checks
 from stretto.check.nodes import check_ports, find_node_rank
@@ -16,35 +15,52 @@ from stretto.config.load import dump, write_json
 from stretto.config.root import InferenceConfig
 from stretto.launch.plan.nodes import on_visible_gpus, with_config_dir
 from stretto.launch.plan.processes import section_of
-from stretto.launch.plan.routers import check_router
+from stretto.launch.plan.routers import check_router, has_router
 from stretto.launch.plan.serving import ServingPlan, plan_serving
 from stretto.launch.plan.table import process_table
 from stretto.launch.run import supervisor
 
 STALL_S = 600.0
+PORT_KEYS = "--server.port, --deployment.backend-port, --deployment.router-port"
 
 
-def main(cfg: InferenceConfig, *, dry_run: bool) -> int | InferenceConfig:
-    """Serve until stopped, or print the plan; the exit status.
+def has_several(cfg: InferenceConfig) -> bool:
+    """Whether `inference` may be more than one process."""
+    return max(cfg.deployment.num_processes, cfg.num_nodes) > 1 or cfg.kv_cache_offload is not None or has_router(cfg)
+
+
+def planned(cfg: InferenceConfig) -> str | InferenceConfig:
+    """The processes as a dry run shows them, or the engine's config if there is only one process."""
+    missing = check_router(cfg, is_dry_run=True)
+    plan = plan_serving(cfg, cfg.run_dir)
+    if len(plan.processes) == 1:
+        return section_of(cfg, plan.engines.engines[0])
+    is_here = len(plan.hosts) == 1
+    lines = [process_table(plan.processes, () if is_here else plan.hosts)]
+    lines += [f"requests go to {', '.join(plan.engines.base_urls)}", *(f"note: {note}" for note in plan.notes)]
+    lines += [f"NOT READY: {missing}"] if missing else []
+    if is_here and cfg.slurm is None and cfg.ray is None:
+        try:
+            check_ports(plan.processes, 0, plan.hosts[0], PORT_KEYS)
+        except ConfigError as error:
+            lines.append(f"NOT READY: {error}")
+    return "\n".join(lines)
+
+
+def main(cfg: InferenceConfig) -> int | InferenceConfig:
+    """Serve until stopped; the exit status.
 
     Returns the engine's config if there is only one process, which is then this one.
     """
     run = cfg.run_dir
-    missing = check_router(cfg, is_dry_run=dry_run)
+    check_router(cfg, is_dry_run=False)
     plan = plan_serving(cfg, run)
     if len(plan.processes) == 1:
         return section_of(cfg, plan.engines.engines[0])
-    if dry_run:
-        sys.stdout.write(process_table(plan.processes, plan.hosts if len(plan.hosts) > 1 else ()) + "\n")
-        sys.stdout.write(f"requests go to {', '.join(plan.engines.base_urls)}\n")
-        sys.stdout.write("".join(f"note: {note}\n" for note in plan.notes))
-        sys.stdout.write(f"NOT READY: {missing}\n" if missing else "")
-        return 0
     node = find_node_rank(cfg.node_rank, plan.hosts, "node_rank") if len(plan.hosts) > 1 else 0
     node_dir = run if len(plan.hosts) == 1 else run.of_node(node)
     specs = [with_config_dir(spec, run, node_dir) for spec in plan.processes if spec.node == node]
-    keys = "--server.port, --deployment.backend-port, --deployment.router-port"
-    check_ports(specs, node, plan.hosts[node], keys)
+    check_ports(specs, node, plan.hosts[node], PORT_KEYS)
     if len(plan.hosts) > 1:
         node_checks.check_others(plan.hosts, node, "hosts")
         num_gpus = node_checks.num_gpus(specs)

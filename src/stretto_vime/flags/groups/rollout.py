@@ -18,6 +18,9 @@ ASYNC_ROLLOUT = "vime.rollout.fully_async_rollout.generate_rollout_fully_async"
 SFT_ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
 NONZERO_STD = "check_reward_nonzero_std"
 """End of the path of vime's own filter of groups."""
+BY_ENGINE, BY_MODEL = ("--vllm-max-model-len",), ("--hf-checkpoint",)
+UNSIZED = (BY_ENGINE, BY_MODEL)
+"""What bounds a sample where no flag says how many tokens a pass of the trainer may have."""
 EVAL_STOP = "orchestrator.eval.sampling.stop"
 BATCHES = "Batches travel as [rollout_transport] says, by zmq or as files; they are the same."
 IN_LEDGER = "The run's ledger keeps what has been generated."
@@ -98,7 +101,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         sets("--rollout-max-prompt-len", "integer", None, f"{ENV}.args.max_prompt_tokens seq_len",
              "Longer prompts are skipped."),
         sets("--rollout-max-response-len", "integer", None,
-             "orchestrator.train.sampling.max_completion_tokens seq_len", "Tokens of a reply."),
+             "orchestrator.train.sampling.max_completion_tokens seq_len orchestrator.row_tokens", "Tokens of a reply.",
+             note="Of a trainer's row too, where only the model or vLLM bounds a sample: a longer one is a row alone."),
         copies("--rollout-seed", "integer", 42, "seed", "Seed of the order of prompts and of sampling."),
         sets("--rollout-stop", "list", None, f"orchestrator.train.sampling.stop {EVAL_STOP}", "Texts that end a reply.",
              note="A reply ends with the token that completes one, which is trained; rewards get the text up to and "
@@ -173,8 +177,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
                "Function that sees the batch in the trainer."),
         copies("--custom-rollout-log-function-path", "text", None, f"{HOOKS}.rollout_log",
                "Function that logs rollouts."),
-        copies("--custom-eval-rollout-log-function-path", "text", None, f"{HOOKS}.eval_log",
-               "Function that logs evals."),
+        sets("--custom-eval-rollout-log-function-path", "text", None, f"{HOOKS}.eval_log",
+             "Function that logs evals."),
         equal("--buffer-sort-by-staleness", "switch", False, "Batches take the earliest drawn groups.",
               "Oldest samples first."),
         part("--custom-config-path", "text", None, f"{HOOKS}.args {ENV}.args.hook_args trainer.hooks.args",
@@ -227,6 +231,9 @@ def _batches(flags: Values) -> Iterator[Setting]:
     row = (flags.max_tokens_per_gpu or 0) * flags.context_parallel_size
     if row and row != length:
         yield Setting("orchestrator.row_tokens", row, ("--max-tokens-per-gpu", "--context-parallel-size"))
+    reply = flags.rollout_max_response_len
+    if not row and reply is not None and reply < length and source in UNSIZED:  # a longer sample is a row of its own
+        yield Setting("orchestrator.row_tokens", reply, ("--rollout-max-response-len",))
 
 
 def _longest(flags: Values) -> tuple[int, tuple[str, ...]]:
@@ -239,10 +246,10 @@ def _longest(flags: Values) -> tuple[int, tuple[str, ...]]:
     if (row := row_of_tokens(flags)) is not None:
         return row, ("--max-tokens-per-gpu", "--context-parallel-size")
     if flags.vllm_max_model_len is not None:
-        return flags.vllm_max_model_len, ("--vllm-max-model-len",)
+        return flags.vllm_max_model_len, BY_ENGINE
     found = read_shape(flags.hf_checkpoint).get("max_position_embeddings")
     if isinstance(found, int):
-        return found, ("--hf-checkpoint",)
+        return found, BY_MODEL
     raise ConfigError("--rollout-max-context-len is missing: how many tokens prompt and reply may have together")
 
 
@@ -387,9 +394,11 @@ def _hooks(flags: Values) -> Iterator[Setting]:
         raise ConfigError(f"{flags.given['--rollout-function-path']}: fine-tuning on conversations is `sft @ sft.toml`")
     if path not in (DEFAULT_ROLLOUT, ASYNC_ROLLOUT):
         yield Setting(f"{HOOKS}.rollout_function", path, ("--rollout-function-path",))
-    if flags.eval_function_path is not None:
-        name = "environments" if flags.eval_function_path == DEFAULT_ROLLOUT else flags.eval_function_path
-        yield Setting(f"{HOOKS}.eval_function", name, ("--eval-function-path",))
+    if has_evals(flags):
+        if flags.eval_function_path is not None:
+            name = "environments" if flags.eval_function_path == DEFAULT_ROLLOUT else flags.eval_function_path
+            yield Setting(f"{HOOKS}.eval_function", name, ("--eval-function-path",))
+        yield from flags.settings("--custom-eval-rollout-log-function-path")
     chosen = flags.dynamic_sampling_filter_path
     is_nonzero_std = _is_nonzero_std(chosen)
     yield Setting("orchestrator.filter_zero_advantages", is_nonzero_std, ("--dynamic-sampling-filter-path",))
@@ -398,6 +407,11 @@ def _hooks(flags: Values) -> Iterator[Setting]:
     for table in argument_tables(flags):
         if flags.extra and table != f"{ENV}.args.hook_args":
             yield Setting(table, dict(flags.extra), ("--custom-config-path",))
+
+
+def has_evals(flags: Values) -> bool:
+    """Whether the run evaluates its policy."""
+    return flags.eval_interval is not None and flags.has("--eval-prompt-data", "--eval-config")
 
 
 def _is_nonzero_std(path: str | None) -> bool:
