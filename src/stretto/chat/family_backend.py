@@ -39,36 +39,42 @@ _PAST = "x"
 """Stands for images and calls of the past, and for thoughts, where only what is behind them is tried."""
 
 
-class _Openai(ModuleType):
-    """What stands for openai while renderers is imported, which has its client as the type of an argument, no more.
+class _Later(ModuleType):
+    """What stands for a package while renderers is imported, which has it for a function that stretto does not call.
 
-    Whoever imports openai meanwhile, in another thread, gets the real one.
+    Whoever imports the package meanwhile, in another thread, gets the real one, and so does who asks for a name in it.
     """
 
-    AsyncOpenAI = object
+    AsyncOpenAI = object  # the type of an argument of that function
 
-    def __init__(self) -> None:
-        super().__init__("openai")
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self._thread = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         if name == "__path__" and threading.get_ident() == self._thread:
             raise AttributeError(name)  # `from openai import` asks for it
-        if sys.modules.get("openai") is self:
-            del sys.modules["openai"]
-        return getattr(importlib.import_module("openai"), name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+_NOT_NEEDED = ("openai", "httpx")
+"""Packages of the client that renderers has; they take three quarters of a second to import."""
 
 
 def import_library(module: str = "renderers") -> Any:
-    """The renderers library, or a module of it, without openai, which takes two thirds of a second to import."""
-    if "openai" in sys.modules or "renderers" in sys.modules:
+    """The renderers library, or a module of it, without the packages of its client."""
+    if "renderers" in sys.modules:
         return importlib.import_module(module)
-    stand_in = sys.modules["openai"] = _Openai()
+    stand_ins = {name: _Later(name) for name in _NOT_NEEDED if name not in sys.modules}
+    sys.modules.update(stand_ins)
     try:
         return importlib.import_module(module)
     finally:
-        if sys.modules.get("openai") is stand_in:
-            del sys.modules["openai"]
+        for name, stand_in in stand_ins.items():
+            if sys.modules.get(name) is stand_in:
+                del sys.modules[name]
 
 
 class UnfitVocabularyError(ConfigError):

@@ -46,7 +46,13 @@ _COLUMNS = (
     "num_turns, num_tokens, num_sampled_tokens, started_at, finished_at, error, metrics, "
     "segment, offset, length, crc, dropped_by, reason, turns"
 )
-_FINISH = f"INSERT OR REPLACE INTO rollouts ({_COLUMNS}) VALUES ({', '.join('?' * (_COLUMNS.count(',') + 1))})"
+_WRITTEN_AT_START = ("row", "group_id", "member", "incarnation", "version")
+_LATER = [name for name in _COLUMNS.split(", ") if name not in _WRITTEN_AT_START]
+_FINISH = (
+    f"INSERT INTO rollouts ({_COLUMNS}) VALUES ({', '.join('?' * (_COLUMNS.count(',') + 1))}) "
+    f"ON CONFLICT (row) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in _LATER)}"
+)
+"""A member that has started has a row; replacing it would also write the indexes anew that stay as they are."""
 
 
 class _Start(NamedTuple):
@@ -55,6 +61,15 @@ class _Start(NamedTuple):
     row: int
     version: int | None
     started_at: float | None
+
+
+class GroupStart(NamedTuple):
+    """A group that starts: its draw, its task if that was drawn just now, its members, and their version."""
+
+    group_id: int
+    task: Task | None
+    members: Sequence[int]
+    version: int
 
 
 class Ledger:
@@ -146,6 +161,14 @@ class Ledger:
         self._running.clear()
         return self._incarnation
 
+    def groups_started(self, starts: Sequence[GroupStart]) -> None:
+        """Record in one commit which tasks were drawn, and that the members of their groups start."""
+        with self.transaction():
+            for group_id, task, members, version in starts:
+                if task is not None:
+                    self.task_drawn(group_id, task)
+                self.rollouts_started(group_id, members, version)
+
     def task_drawn(self, group_id: int, task: Task) -> None:
         """Record that draw `group_id` is this task; not to be called for a draw that is run again."""
         with self.transaction():
@@ -180,28 +203,26 @@ class Ledger:
         self._turns.pop((group_id, member), None)
 
     def group_finished(self, group: Group) -> None:
-        """Record a finished group: payloads to the segment, then all rows in one transaction.
+        """Record a finished group, as `groups_finished`."""
+        self.groups_finished([group])
 
-        Advantages must be assigned. A group must not be recorded twice.
+    def groups_finished(self, groups: Sequence[Group]) -> None:
+        """Record finished groups: payloads to the segment in one write, then all rows in one transaction.
+
+        Their advantages must be assigned. A group must not be recorded twice.
         """
-        has_images = any(branch.images for rollout in group.rollouts for branch in rollout.branches)
-        new_images = self._append_images(group) if has_images else []
-        places = self._segments.append(group.rollouts)
-        advantages = group.advantages or (0.0,) * len(group.rollouts)
-        sizes = [(r.first_version, r.num_tokens, r.num_sampled_tokens) for r in group.rollouts]
-        state = "finished" if any(rollout.is_counted for rollout in group.rollouts) else "failed"
-        turns = [_turns_of(group, rollout) if rollout.turns else None for rollout in group.rollouts]
-        rows = [
-            (*self._row(rollout, size, advantage, place), scored)
-            for rollout, size, advantage, place, scored in zip(group.rollouts, sizes, advantages, places, turns)
-        ]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        new_images = self._append_images(rollouts)
+        places = self._segments.append(rollouts)
+        sizes = [(r.first_version, r.num_tokens, r.num_sampled_tokens) for r in rollouts]
+        now = time.time()
+        ends = [("finished" if any(r.is_counted for r in g.rollouts) else "failed", now, g.group_id) for g in groups]
+        members = [(group, member) for group in groups for member in range(len(group.rollouts))]
+        rows = [self._row(*of, size, place) for of, size, place in zip(members, sizes, places)]
         with self.transaction():
             self._db.executemany(_FINISH, rows)
             self._db.executemany(stored_images.INSERT, new_images)
-            self._db.execute(
-                "UPDATE draws SET state = ?, finished_at = ?, reason = NULL WHERE group_id = ?",
-                (state, time.time(), group.group_id),
-            )
+            self._db.executemany("UPDATE draws SET state = ?, finished_at = ?, reason = NULL WHERE group_id = ?", ends)
         if self._segments.end >= self._segment_bytes:
             self._rotate()
 
@@ -424,24 +445,26 @@ class Ledger:
         self._next_row += 1
         return _Start(self._next_row - 1, None, None)
 
-    def _row(
-        self, rollout: Rollout, sizes: tuple[int | None, int, int], advantage: float, place: Place
-    ) -> tuple[Any, ...]:
-        """The row of a rollout but its turns; sizes: its first version, its numbers of tokens and of sampled ones."""
-        first_version, num_tokens, num_sampled_tokens = sizes
+    def _row(self, group: Group, member: int, sizes: tuple[int | None, int, int], place: Place) -> tuple[Any, ...]:
+        """The row of a finished rollout; sizes: its first version, its numbers of tokens and of sampled ones."""
+        rollout, (first_version, num_tokens, num_sampled_tokens) = group.rollouts[member], sizes
         row, version, started = self._pop_start(rollout.group_id, rollout.member)
         versions = [span.version for branch in rollout.branches for span in branch.versions]
+        advantage = group.advantages[member] if group.advantages else 0.0
         return (
             row, rollout.group_id, rollout.member, self._incarnation, str(rollout.status), version,
             first_version, max(versions, default=None), float(rollout.reward), float(advantage),
             rollout.num_turns, num_tokens, num_sampled_tokens,
             rollout.started_at or started, rollout.finished_at, rollout.error, _json(_with_env_s(rollout)), *place,
             rollout.dropped_by, rollout.reason and str(rollout.reason),
+            _turns_of(group, rollout) if rollout.turns else None,
         )  # fmt: skip
 
-    def _append_images(self, group: Group) -> list[tuple[Any, ...]]:
-        """Write the images of a group that the open segment does not have yet; the rows to commit."""
-        new = [image for image in stored_images.images_of(group.rollouts) if image.hash not in self._stored_images]
+    def _append_images(self, rollouts: Sequence[Rollout]) -> list[tuple[Any, ...]]:
+        """Write the images of rollouts that the open segment does not have yet; the rows to commit."""
+        if not any(branch.images for rollout in rollouts for branch in rollout.branches):
+            return []
+        new = [image for image in stored_images.images_of(rollouts) if image.hash not in self._stored_images]
         self._stored_images.update(image.hash for image in new)
         return [(image.hash, *place) for image, place in zip(new, self._segments.append_images(new))]
 

@@ -118,8 +118,9 @@ def test_loading_imports_neither_torch_nor_transformers(directory):
         "from stretto.chat.tokenizer import load_tokenizer;"
         f"assert 'renderers' not in sys.modules; load_tokenizer({str(directory)!r});"
         f"build_renderer({str(directory)!r}, model_type='qwen3');"
-        "assert not {'torch', 'transformers', 'openai'} & set(sys.modules);"
-        "from openai import OpenAI; import openai.types, renderers.client; assert openai.__path__ and OpenAI"
+        "assert not {'torch', 'transformers', 'openai', 'httpx'} & set(sys.modules);"
+        "from openai import OpenAI; import openai.types, renderers.client; assert openai.__path__ and OpenAI;"
+        "import httpx; assert httpx.__path__ and renderers.client.httpx.Response is httpx.Response"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

@@ -53,6 +53,19 @@ def test_a_group_is_loaded_as_it_was_written(run_dir: RunDir) -> None:
         assert all(same_group(reader.group(each.group_id), each) for each in sent)
 
 
+def test_groups_that_end_together_are_one_commit(run_dir: RunDir) -> None:
+    run, statements = Run(run_dir).begin(), []
+    sent = [group(0, 0), group(1, 0, failed=(0, 2))]
+    for each in sent:
+        run.start(each.group_id)
+    run.ledger._db.set_trace_callback(statements.append)
+    run.ledger.groups_finished(sent)
+    assert statements.count("COMMIT") == 1
+    run.close()
+    with LedgerReader(run_dir) as reader:
+        assert all(same_group(reader.group(each.group_id), each) for each in sent)
+
+
 def test_what_a_filter_dropped_is_a_column_and_is_not_trained(run_dir: RunDir) -> None:
     run = Run(run_dir).begin()
     sent = group(0, 0, status=RolloutStatus.TRUNCATED)

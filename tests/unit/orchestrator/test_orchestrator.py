@@ -21,10 +21,12 @@ from stretto.config.root import EvalConfig, OrchestratorConfig
 from stretto.envs.base import TaskSource
 from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
+from stretto.ledger.writer import Ledger
 from stretto.monitors.file import read_metrics
 from stretto.orchestrator.eval import verb as eval_verb
-from stretto.orchestrator.groups.buffer import SlotState
+from stretto.orchestrator.groups.buffer import Slot, SlotState
 from stretto.orchestrator.run.loop import Loop
+from stretto.orchestrator.run.pipeline import GroupPipeline
 from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.run_checkpoint import summary_of
 from stretto.records.rollout import Task
@@ -50,6 +52,36 @@ def test_a_run_trains_every_step_and_its_ledger_is_clean(tmp_path):
         assert len(ledger.events("eval")) == 4
         looks = [event["data"] for event in ledger.events("engines")]
         assert looks and all(each.keys() == {"fake:1"} and each["fake:1"][0] >= 0 for each in looks)
+
+
+def test_groups_that_end_in_one_iteration_of_the_event_loop_are_written_together(tmp_path, monkeypatch):
+    written, write = [], Ledger.groups_finished
+    monkeypatch.setattr(
+        Ledger, "groups_finished", lambda self, groups: (written.append(len(groups)), write(self, groups))
+    )
+    cfg = config(tmp_path)
+    train(cfg, FakeEngine(parrot(0.5)), FakeTrainer(max_steps=5))
+    assert max(written) > 1 and audit(cfg.run_dir) == []
+
+
+async def _ends_of_three(drop) -> list[int]:
+    """The groups that are handed over of three that end together; `drop` gets the slot and the task of the first."""
+    pipeline, handed_over = object.__new__(GroupPipeline), []
+    pipeline._played = []
+    pipeline._hand_over = lambda played: handed_over.extend(slot.group_id for slot, _ in played)
+    slots = [Slot(number, Task(env="echo", task_id="x", data={}), 0) for number in range(3)]
+    jobs = [asyncio.create_task(pipeline._hand_over_together(slot, None)) for slot in slots]
+    await asyncio.sleep(0)
+    drop(slots[0], jobs[0])
+    await asyncio.gather(*jobs, return_exceptions=True)
+    assert pipeline._played == []
+    return handed_over
+
+
+def test_a_group_that_is_dropped_before_it_is_handed_over_keeps_no_other_from_it():
+    drop = lambda slot, job: (slot.move(SlotState.DROPPED), job.cancel())
+    assert asyncio.run(_ends_of_three(drop)) == [1, 2]
+    assert asyncio.run(_ends_of_three(lambda slot, job: None)) == [0, 1, 2]
 
 
 def test_several_of_the_longest_samples_share_a_row_that_is_longer_than_they_may_be(tmp_path):

@@ -16,7 +16,8 @@ from stretto.config.sections.algorithm import EchoAlgo
 from stretto.config.sections.distill import WITHOUT_BEHAVIOR
 from stretto.config.sections.orchestrator import OrchestratorSection
 from stretto.envs.base import Environment
-from stretto.orchestrator.groups.buffer import Slot
+from stretto.ledger.writer import GroupStart
+from stretto.orchestrator.groups.buffer import Slot, SlotState
 from stretto.orchestrator.groups.filters import assess_group
 from stretto.orchestrator.rollout.continuation import Interruption
 from stretto.orchestrator.rollout.play import Draw, build_echo
@@ -39,6 +40,7 @@ class GroupPipeline:
         self.parts, self.cfg, self.buffer, self.ledger = run, run.cfg, run.buffer, run.ledger
         self.interruption = Interruption(run.ledger)
         self._failed_in_a_row: Counter[str] = Counter()  # groups, by environment
+        self._played: list[tuple[Slot, Group]] = []  # they end in this iteration of the event loop
         self._next_start_at = 0.0  # of the next group, by the event loop's clock
         self._players = {name: self._build_player(name, env) for name, env in run.mix.envs.items()}
         self._group_sizes = {name: run.cfg.group_size_of(name) for name in run.mix.envs}
@@ -87,29 +89,34 @@ class GroupPipeline:
 
     def _draw_slots(self) -> list[Slot]:
         """Draw groups into free slots, of which there is one, up to MAX_STARTS_AT_ONCE rollouts."""
-        slots: list[Slot] = []
+        drawn: list[tuple[Slot, GroupStart]] = []
         num_left = MAX_STARTS_AT_ONCE if self.cfg.tasks_per_minute is None else 1  # 1: a single group
-        with self.ledger.transaction():  # one commit for slots that became free together
-            while True:
-                slots.append(slot := self.draw())
-                num_left -= self._group_sizes[slot.task.env]
-                if num_left <= 0 or not self.buffer.may_admit():
-                    return slots
+        while num_left > 0 and (not drawn or self.buffer.may_admit()):
+            drawn.append(self._draw())
+            num_left -= len(drawn[-1][1].members)
+        self.ledger.groups_started([start for _, start in drawn])
+        return [slot for slot, _ in drawn]
 
     def draw(self, *, is_extra: bool = False, task: Task | None = None, num_members: int | None = None) -> Slot:
-        """Draw the next task, or give its number to `task`: write it to the ledger and put its group into a slot.
+        """Draw the next task, or give its number to `task`: put its group into a slot and write it to the ledger.
 
         num_members: rollouts of the group; None: as many as the environment's groups have.
         """
+        slot, start = self._draw(is_extra, task, num_members)
+        self.ledger.groups_started([start])
+        return slot
+
+    def _draw(
+        self, is_extra: bool = False, task: Task | None = None, num_members: int | None = None
+    ) -> tuple[Slot, GroupStart]:
+        """Draw as `draw` does; the caller writes the start to the ledger before it does anything else."""
         group_id, drawn, is_new = self.parts.cursor.next(self.parts.mix)
         task = task or drawn
-        if is_new:
-            self.ledger.task_drawn(group_id, task)
         members = range(num_members or self._group_sizes[task.env])
         partials = self._pop_partials(group_id, members) if self.parts.cursor.partials else {}
-        self.ledger.rollouts_started(group_id, members, self.buffer.version)
         is_frozen = task.env in self._frozen
-        return self.buffer.start(group_id, task, is_frozen=is_frozen, partials=partials, is_extra=is_extra)
+        slot = self.buffer.start(group_id, task, is_frozen=is_frozen, partials=partials, is_extra=is_extra)
+        return slot, GroupStart(group_id, task if is_new else None, members, slot.version)
 
     def _pop_partials(self, group_id: int, members: Sequence[int]) -> dict[int, PartialRollout]:
         """The partial rollouts of a draw by member, except those that are too old by now."""
@@ -136,26 +143,47 @@ class GroupPipeline:
             await self.interruption.wait_for_cancellation()
         if env in self._annotated:
             group = await self.parts.beside.annotate(group)
-        self.hand_over(slot, group)
+        await self._hand_over_together(slot, group)
+
+    async def _hand_over_together(self, slot: Slot, group: Group) -> None:
+        """Hand over this group and those that end in the same iteration of the event loop: one commit for all.
+
+        The first of them does it for the others. What is dropped or cancelled meanwhile is not handed over.
+        """
+        self._played.append((slot, group))
+        if len(self._played) > 1:
+            return
+        try:
+            await asyncio.sleep(0)
+        finally:
+            played, self._played = self._played, []
+            if running := [(slot, group) for slot, group in played if slot.state is SlotState.RUNNING]:
+                self._hand_over(running)
 
     def hand_over(self, slot: Slot, group: Group) -> None:
         """Assess a played group, write it to the ledger and hand it to the buffer."""
-        env = slot.task.env
-        verdict = assess_group(group, self.cfg, self.parts.vocab_size, self.parts.hooks)
-        self.ledger.group_finished(verdict.group)
-        self.buffer.counts.ends.add(verdict.group)
-        if self.parts.hooks is not None and not verdict.has_failed:
-            self.parts.hooks.keep_finished(verdict.group)
-        self.parts.watch.progress(f"group {slot.group_id} finished")
-        if verdict.has_failed:
-            self._on_failed_group(verdict.group)
-            self.buffer.fail(slot)
-            return
-        self._failed_in_a_row[env] = 0
-        self.buffer.counts.flags.update(verdict.flags)
-        self.buffer.complete(slot, verdict.group, has_signal=verdict.has_signal, rejected=verdict.rejected)
-        if verdict.rejected is not None:
-            self._on_rejected_group(env, verdict.rejected)
+        self._hand_over([(slot, group)])
+
+    def _hand_over(self, played: Sequence[tuple[Slot, Group]]) -> None:
+        """Assess groups, write them to the ledger in one commit, and only then hand them to the buffer."""
+        parts = self.parts
+        verdicts = [assess_group(group, self.cfg, parts.vocab_size, parts.hooks) for _, group in played]
+        self.ledger.groups_finished([verdict.group for verdict in verdicts])
+        for (slot, _), verdict in zip(played, verdicts):
+            env = slot.task.env
+            self.buffer.counts.ends.add(verdict.group)
+            if parts.hooks is not None and not verdict.has_failed:
+                parts.hooks.keep_finished(verdict.group)
+            parts.watch.progress(f"group {slot.group_id} finished")
+            if verdict.has_failed:
+                self._on_failed_group(verdict.group)
+                self.buffer.fail(slot)
+                continue
+            self._failed_in_a_row[env] = 0
+            self.buffer.counts.flags.update(verdict.flags)
+            self.buffer.complete(slot, verdict.group, has_signal=verdict.has_signal, rejected=verdict.rejected)
+            if verdict.rejected is not None:
+                self._on_rejected_group(env, verdict.rejected)
 
     def _on_rejected_group(self, env: str, rejected: str) -> None:
         """Raises: ConfigError if too many groups were rejected since the last batch."""
