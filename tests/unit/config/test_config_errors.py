@@ -243,6 +243,16 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         + "sampling = { max_completion_tokens = 4 }\n",
         ["orchestrator.train.sampling.min_tokens = 10 is more than "
          "orchestrator.env.0.sampling.max_completion_tokens = 4: no reply could be so long"]),
+    "least length of an eval above the greatest of training": (
+        "[orchestrator.train.sampling]\nmax_completion_tokens = 4\n[orchestrator.eval.sampling]\nmin_tokens = 10\n" + ENV,
+        ["orchestrator.eval.sampling.min_tokens = 10 is more than orchestrator.train.sampling.max_completion_tokens = 4"]),
+    "least length of an eval above the greatest of an environment in training": (
+        "[orchestrator.eval.sampling]\nmin_tokens = 10\n" + ENV + "sampling = { max_completion_tokens = 4 }\n",
+        ["orchestrator.eval.sampling.min_tokens = 10 is more than orchestrator.env.0.sampling.max_completion_tokens = 4"]),
+    "least length of an evaluated environment above the greatest of training": (
+        "[orchestrator.train.sampling]\nmax_completion_tokens = 4\n" + ENV
+        + '[[orchestrator.eval.env]]\nid = "x"\nsampling = { min_tokens = 10 }\n',
+        ["eval.env.0.sampling.min_tokens = 10 is more than orchestrator.train.sampling.max_completion_tokens = 4"]),
     "greedy training": (ENV, ["--orchestrator.train.sampling.temperature 0: ", "temperature = 0 is greedy"],
         "--orchestrator.train.sampling.temperature 0"),
     "a key as verl writes it": (ENV,
@@ -362,6 +372,9 @@ WRONG_OTHERS = {
     "eval with a frozen model that it does not have": ("eval",
         '[[eval.env]]\nid = "a"\nmodels = { judge = "other" }\n',
         ['eval.env.0.models.judge = "other": this run has no such model; add a table [models.other]']),
+    "eval with a least length above the greatest": ("eval",
+        '[eval.sampling]\nmax_completion_tokens = 4\n[[eval.env]]\nid = "a"\nsampling = { min_tokens = 10 }\n',
+        ["eval.env.0.sampling.min_tokens = 10 is more than eval.sampling.max_completion_tokens = 4"]),
     "inference without a model": ("inference", 'model = "None"\n', ["c.toml:1: model: no model to serve"]),
     "a file of rl for a verb that is no part of it": ("eval",
         '[orchestrator]\nbatch_size = 8\n[[eval.env]]\nid = "a"\n',
