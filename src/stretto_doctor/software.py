@@ -71,7 +71,9 @@ def torch() -> Iterator[Finding]:
     try:
         found = probe_torch()
     except subprocess.TimeoutExpired:
-        text = f"{version} is not imported after {TORCH_TIMEOUT_S:.0f} s, so whether it works is not known: the disk that"
+        text = (
+            f"{version} is not imported after {TORCH_TIMEOUT_S:.0f} s, so whether it works is not known: the disk that"
+        )
         fix = f"time {sys.executable} -c 'import torch', and then `stretto doctor` again"
         yield warn("torch", f"{text} has it, or this machine, is slow or busy", fix)
         return

@@ -244,11 +244,12 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         ["orchestrator.train.sampling.min_tokens = 10 is more than "
          "orchestrator.env.0.sampling.max_completion_tokens = 4: no reply could be so long"]),
     "least length of an eval above the greatest of training": (
-        "[orchestrator.train.sampling]\nmax_completion_tokens = 4\n[orchestrator.eval.sampling]\nmin_tokens = 10\n" + ENV,
-        ["orchestrator.eval.sampling.min_tokens = 10 is more than orchestrator.train.sampling.max_completion_tokens = 4"]),
+        "[orchestrator.train.sampling]\nmax_completion_tokens = 4\n[orchestrator.eval.sampling]\nmin_tokens = 10\n"
+        + ENV,
+        ["eval.sampling.min_tokens = 10 is more than orchestrator.train.sampling.max_completion_tokens = 4"]),
     "least length of an eval above the greatest of an environment in training": (
         "[orchestrator.eval.sampling]\nmin_tokens = 10\n" + ENV + "sampling = { max_completion_tokens = 4 }\n",
-        ["orchestrator.eval.sampling.min_tokens = 10 is more than orchestrator.env.0.sampling.max_completion_tokens = 4"]),
+        ["eval.sampling.min_tokens = 10 is more than orchestrator.env.0.sampling.max_completion_tokens = 4"]),
     "least length of an evaluated environment above the greatest of training": (
         "[orchestrator.train.sampling]\nmax_completion_tokens = 4\n" + ENV
         + '[[orchestrator.eval.env]]\nid = "x"\nsampling = { min_tokens = 10 }\n',

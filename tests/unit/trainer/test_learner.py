@@ -524,7 +524,7 @@ def test_a_fall_that_is_longer_than_what_is_left_begins_at_the_full_rate():
     """As in a run whose schedule begins anew with its last steps."""
     cfg = LinearScheduler(warmup_steps=2, decay_steps=100, min_lr=0.2)
     assert rates(cfg, 6) == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4])
-    assert rates(cfg, 2) == rates(cfg, 1)[:1] + [1] == [0.5, 1]
+    assert rates(cfg, 2) == [0.5, 1]
 
 
 @pytest.mark.parametrize("max_steps", [1, 2, 3, 5, 6, 50, 500, 777])

@@ -306,7 +306,7 @@ def trained_eval_reply_length(s: OrchestratorKeys, at: At) -> Problems:
 
 
 def _lengths(at: At, least: Sequence[str], most: Sequence[str] = ()) -> Problems:
-    """A reply's bounds; the first table that has one counts. most: tables of the greatest, if not those of the least."""
+    """A reply's bounds, each of the first table that has it; most: tables of the greatest, if others than least."""
     low = _first_given(at, least, "min_tokens")
     high = _first_given(at, most or least, "max_completion_tokens")
     # Where one table has both, `replies` compares them.

@@ -10,7 +10,17 @@ from typing import Any
 
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.batches import urls
-from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, is_address, is_served, valid_divisors, value_of
+from stretto.config.rules.rule import (
+    At,
+    Problem,
+    Problems,
+    Rules,
+    idle,
+    is_address,
+    is_served,
+    valid_divisors,
+    value_of,
+)
 from stretto.config.sections.inference import InferenceSection
 
 LOOPBACK = "127.0.0.1"

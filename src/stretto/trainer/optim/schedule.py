@@ -12,7 +12,7 @@ def learning_rate(step: int, peak: float, cfg: Scheduler, max_steps: int | None)
 
     Warm-up rises linearly from 0 and reaches the peak at step `warmup_steps`. Decay starts from the peak and would
     reach min_lr one step after max_steps, so no step is wasted at either end. A decay that is longer than the steps
-    after the warm-up, as those of a schedule that began anew may be, takes all of them. Without max_steps there is none.
+    after the warm-up, as one of a schedule that began anew may be, takes all of these. Without max_steps there is none.
     """
     assert step >= 1, f"steps are counted from 1, got {step}"
     warmup = num_steps(cfg.warmup_steps, max_steps)
