@@ -321,6 +321,11 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     "GPU ids against counts": ("[deployment]\nnum_train_gpus = 2\n" + ENV,
         ["--trainer-gpu-ids 0, c.toml:2: trainer_gpu_ids = [0]", "are 1 GPUs", "deployment.num_train_gpus = 2"],
         "--trainer-gpu-ids 0"),
+    "groups of an environment that are too small for the ranks": (
+        "[orchestrator]\nbatch_size = 16\ngroup_size = 16\nnum_train_workers = 4\n[orchestrator.algo]\n"
+        'type = "reinforce_plus_plus"\n' + ENV + "group_size = 2\n",
+        ["c.toml:4, c.toml:9: orchestrator.num_train_workers = 4: ", "has 2 rollouts at most with orchestrator.env.0.group",
+         "some would have none; raise orchestrator.batch_size"]),
     "GPUs of a teacher that nobody starts": (ENV, ["--teacher-gpu-ids 3: teacher_gpu_ids = [3] does nothing",
         "this run starts no teacher"], "--teacher-gpu-ids 3"),
     "a number of GPUs of a teacher that nobody starts": ("[deployment]\nnum_teacher_gpus = 2\n" + ENV,

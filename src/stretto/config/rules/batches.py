@@ -195,9 +195,14 @@ def batch_sizes(s: OrchestratorKeys, at: At) -> Problems:
     ]
     for key in map(at, too_large[-1:]):
         yield Problem((limit, key), f"{limit} cannot hold one group of {key}; raise it")
+    groups = s.batch_size // s.group_size
     if s.num_train_workers > s.batch_size:
         what = f"{ranks} ranks cannot share {size} rollouts: some would have none; raise {size.path}"
         yield Problem((ranks, size), what)
+    elif s.num_train_workers > (most := groups * s.largest_group):
+        own = at(max(sizes, key=lambda key: sizes[key] if key != "group_size" else 0))
+        rule = f"a batch of {size} / {group} groups has {most} rollouts at most with {own}, and some would have none"
+        yield Problem((ranks, own), f"{ranks}: {rule}; raise {size.path}")
 
 
 def oversampling(s: OrchestratorKeys, at: At) -> Problems:

@@ -66,8 +66,8 @@ class BatchShape:
     """The size of one training step: prompts x group = rollouts = ranks x micro batches of packed rows."""
 
     prompts: int
-    group_size: int
-    rollouts: int
+    groups: tuple[int, int]
+    """Fewest and most rollouts of a prompt: environments may have their own."""
     ranks: int
     row_tokens: int
     fewest_micro_batches: int
@@ -80,8 +80,7 @@ class BatchShape:
     """Samples that begin alike stand in one row, and what they begin with is computed once."""
 
     def __str__(self) -> str:
-        few, most = self.fewest_micro_batches, self.most_micro_batches
-        span = f"{few}" if few == most else f"{few} to {most}"
+        span = _span(self.fewest_micro_batches, self.most_micro_batches)
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
         up_to, ends, packed = "", "", "packed"
         if self.shares_prefixes:
@@ -89,10 +88,15 @@ class BatchShape:
         if self.tokens is not None:
             up_to = "up to "
             ends = f"; a batch ends with the group that brings it to {self.tokens} tokens"
+        sizes, rollouts = _span(*self.groups), _span(*(self.prompts * size for size in self.groups))
         return (
-            f"{up_to}{self.prompts} prompts x group of {self.group_size} = {self.rollouts} rollouts = "
+            f"{up_to}{self.prompts} prompts x group of {sizes} = {rollouts} rollouts = "
             f"{ranks} x {span} micro batches (rows of up to {self.row_tokens} tokens, {packed}){ends}"
         )
+
+
+def _span(few: int, most: int) -> str:
+    return f"{few}" if few == most else f"{few} to {most}"
 
 
 @dataclass(frozen=True)
@@ -315,15 +319,15 @@ def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
 
 def batch_shape(cfg: RLConfig) -> BatchShape:
     section, ranks = cfg.orchestrator, cfg.orchestrator.num_train_workers
-    most = math.ceil(section.batch_size / ranks)
+    prompts, groups = section.batch_size // section.group_size, (section.smallest_group, section.largest_group)
+    most = math.ceil(prompts * groups[1] / ranks)
     # The shortest rollout that is trained: one prompt token and one sampled token.
-    fewest = math.ceil(2 * section.batch_size / (ranks * cfg.row_tokens))
+    fewest = math.ceil(2 * prompts * groups[0] / (ranks * cfg.row_tokens))
     if section.token_batch_size is not None:
         fewest = min(fewest, math.ceil(section.token_batch_size / (ranks * cfg.row_tokens)))
     return BatchShape(
-        prompts=section.batch_size // section.group_size,
-        group_size=section.group_size,
-        rollouts=section.batch_size,
+        prompts=prompts,
+        groups=groups,
         ranks=ranks,
         row_tokens=cfg.row_tokens,
         fewest_micro_batches=fewest,
