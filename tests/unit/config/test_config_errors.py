@@ -324,7 +324,7 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     "groups of an environment that are too small for the ranks": (
         "[orchestrator]\nbatch_size = 16\ngroup_size = 16\nnum_train_workers = 4\n[orchestrator.algo]\n"
         'type = "reinforce_plus_plus"\n' + ENV + "group_size = 2\n",
-        ["c.toml:4, c.toml:9: orchestrator.num_train_workers = 4: ", "has 2 rollouts at most with orchestrator.env.0.group",
+        ["c.toml:4, c.toml:9: orchestrator.num_train_workers = 4: ", "has 2 rollouts at most with orchestrator.env.0.g",
          "some would have none; raise orchestrator.batch_size"]),
     "GPUs of a teacher that nobody starts": (ENV, ["--teacher-gpu-ids 3: teacher_gpu_ids = [3] does nothing",
         "this run starts no teacher"], "--teacher-gpu-ids 3"),
