@@ -156,6 +156,23 @@ def missing(group: str) -> dict[str, str]:
     return found
 
 
+def missing_text(group: str, what: str) -> str:
+    """What to add to a message about something unknown that `missing` add-ons may know; "" if none is missing.
+
+    what: what those of the group have, such as names.
+    """
+    if not (absent := missing(group)):
+        return ""
+    packages = list(dict.fromkeys(absent.values()))
+    verbs = ("need the add-ons", "are") if packages[1:] else ("need the add-on", "is")
+    return f" ({what} of {_listed(absent)} {verbs[0]} {_listed(packages)}, which {verbs[1]} not installed)"
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def wrong(group: str, name: str, what: str) -> ConfigError:
     """The error about an entry point that leads to something else than the group asks for, or to nothing."""
     value = registered(group)[name]

@@ -23,6 +23,7 @@ from stretto.base.foreign import load_module
 from stretto.config.load import load
 from stretto.config.lookup import unread
 from stretto.config.root import RLConfig
+from stretto.envs.base import load_environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "without.py"))
@@ -125,6 +126,17 @@ def test_an_unknown_key_says_whose_names_are_not_read_here(monkeypatch: pytest.M
     assert unread() == (
         " (names of theirs and others need the add-ons stretto_gone and stretto_away, which are not installed)"
     )
+
+
+def test_an_unknown_environment_says_whose_tasksets_are_not_played_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "tasks_of_theirs.py").write_text("def load_environment(): ...\n")
+    monkeypatch.setitem(addons._found(), "stretto.tasksets", {"theirs": "stretto_gone.tasks"})
+    for name in ("owner/nobodys-tasks", "owner/tasks-of-theirs"):
+        with pytest.raises(ConfigError, match=r"\(tasksets of theirs need the add-on stretto_gone, which is not in"):
+            load_environment(name, {})
 
 
 def test_the_entry_points_of_an_installation_are_those_that_importlib_finds(tmp_path: Path) -> None:

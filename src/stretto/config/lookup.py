@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
-from stretto.addons import load_all, missing, wrong
+from stretto.addons import load_all, missing_text, wrong
 from stretto.config.spelling import KeyPath, Row, Spelling, Table
 
 GROUP = "stretto.spellings"
@@ -23,17 +23,7 @@ def spellings() -> dict[str, Spelling]:
 
 def unread() -> str:
     """What to add to a message about an unknown key: whose names are not read here, and why; "" if all are."""
-    if not (absent := missing(GROUP)):
-        return ""
-    packages = list(dict.fromkeys(absent.values()))
-    needs = "need the add-on" if packages == packages[:1] else "need the add-ons"
-    are = "is" if packages == packages[:1] else "are"
-    return f" (names of {_listed(absent)} {needs} {_listed(packages)}, which {are} not installed)"
-
-
-def _listed(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+    return missing_text(GROUP, "names")
 
 
 @cache
