@@ -6,8 +6,7 @@ import math
 import re
 
 from stretto.config.root import OrchestratorConfig, RLConfig
-from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, is_address, is_served
-from stretto.config.rules.run import known_models
+from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, is_address, is_served, known_models
 from stretto.config.sections.algorithm import Algo
 from stretto.config.sections.distill import ModelClientSection, OpsdAlgo, ScoredAlgo, SftAlgo, TaughtAlgo
 from stretto.config.sections.orchestrator import OrchestratorSection

@@ -9,7 +9,7 @@ from typing import Any
 from stretto.base.rundir import CHECKPOINT
 from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
 from stretto.config.root import EvalConfig, EvalsConfig, OrchestratorConfig, RLConfig, RunRoot, SFTConfig
-from stretto.config.rules.rule import At, Problem, Problems, Rules, idle
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, known_models
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.distill import ModelLimits
 from stretto.config.sections.inference import InferenceSection
@@ -210,11 +210,6 @@ def _named(sections: Sequence[EnvSection], models: Collection[str], at: At, path
             if model not in models:
                 key = at(f"{path}.{index}.models.{name}")
                 yield Problem(key, f"{key}: this run has no such model; {known_models(models, model)}")
-
-
-def known_models(models: Collection[str], name: str) -> str:
-    """Which frozen models a run has, or how to add the one of this name."""
-    return f"it has {', '.join(models)}" if models else f"add a table [models.{name}]"
 
 
 # -- the budget --
