@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 from cases.vime import CONFIG, SPLIT, put_files, put_megatron, words_of
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import dump
@@ -349,6 +350,7 @@ def test_a_flag_has_its_effect(name, read):
     assert (without == effects) == (name in SAME_EITHER_WAY), f"{name} changes none of {list(effects)}"
 
 
+@needs("families")
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_flag_about_the_shape_is_compared(name, read, tmp_path):
     """A value that config.json contradicts is refused, wherever it says anything."""
