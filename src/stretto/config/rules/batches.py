@@ -201,7 +201,8 @@ def batch_sizes(s: OrchestratorKeys, at: At) -> Problems:
         yield Problem((ranks, size), what)
     elif s.num_train_workers > (most := groups * s.largest_group):
         own = at(max(sizes, key=lambda key: sizes[key] if key != "group_size" else 0))
-        rule = f"a batch of {size} / {group} groups has {most} rollouts at most with {own}, and some would have none"
+        held = f"{most} rollout{'s' * (most != 1)} at most with {own}"
+        rule = f"a batch of {size} / {group} groups has {held}, and some would have none"
         yield Problem((ranks, own), f"{ranks}: {rule}; raise {size.path}")
 
 
