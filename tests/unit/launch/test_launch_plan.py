@@ -121,7 +121,7 @@ def test_the_eval_config_of_a_run_has_the_settings_of_its_evals_without_their_in
 
 def test_the_batch_shape_names_prompts_times_group_and_ranks_times_micro_batches(config) -> None:
     batch = planned(config("--orchestrator.num-train-workers", "2")).batch
-    assert (batch.prompts, batch.groups, batch.ranks) == (4, (8, 8), 2)
+    assert (batch.prompts, batch.group_size, batch.rollouts, batch.ranks) == (4, 8, 32, 2)
     assert str(batch).startswith("4 prompts x group of 8 = 32 rollouts = 2 ranks x 1 to 16 micro batches")
 
 

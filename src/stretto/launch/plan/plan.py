@@ -66,8 +66,12 @@ class BatchShape:
     """The size of one training step: prompts x group = rollouts = ranks x micro batches of packed rows."""
 
     prompts: int
-    groups: tuple[int, int]
-    """Fewest and most rollouts of a prompt: environments may have their own."""
+    group_size: int
+    """Most rollouts of a prompt: environments may have their own numbers."""
+    rollouts: int
+    """If each prompt has the most."""
+    fewest_rollouts: int
+    """If each prompt has the fewest."""
     ranks: int
     row_tokens: int
     fewest_micro_batches: int
@@ -88,7 +92,8 @@ class BatchShape:
         if self.tokens is not None:
             up_to = "up to "
             ends = f"; a batch ends with the group that brings it to {self.tokens} tokens"
-        sizes, rollouts = _span(*self.groups), _span(*(self.prompts * size for size in self.groups))
+        sizes = _span(self.fewest_rollouts // self.prompts, self.group_size)
+        rollouts = _span(self.fewest_rollouts, self.rollouts)
         return (
             f"{up_to}{self.prompts} prompts x group of {sizes} = {rollouts} rollouts = "
             f"{ranks} x {span} micro batches (rows of up to {self.row_tokens} tokens, {packed}){ends}"
@@ -319,15 +324,18 @@ def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
 
 def batch_shape(cfg: RLConfig) -> BatchShape:
     section, ranks = cfg.orchestrator, cfg.orchestrator.num_train_workers
-    prompts, groups = section.batch_size // section.group_size, (section.smallest_group, section.largest_group)
-    most = math.ceil(prompts * groups[1] / ranks)
+    prompts = section.batch_size // section.group_size
+    rollouts, fewest_rollouts = prompts * section.largest_group, prompts * section.smallest_group
+    most = math.ceil(rollouts / ranks)
     # The shortest rollout that is trained: one prompt token and one sampled token.
-    fewest = math.ceil(2 * prompts * groups[0] / (ranks * cfg.row_tokens))
+    fewest = math.ceil(2 * fewest_rollouts / (ranks * cfg.row_tokens))
     if section.token_batch_size is not None:
         fewest = min(fewest, math.ceil(section.token_batch_size / (ranks * cfg.row_tokens)))
     return BatchShape(
         prompts=prompts,
-        groups=groups,
+        group_size=section.largest_group,
+        rollouts=rollouts,
+        fewest_rollouts=fewest_rollouts,
         ranks=ranks,
         row_tokens=cfg.row_tokens,
         fewest_micro_batches=fewest,
