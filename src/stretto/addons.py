@@ -79,7 +79,9 @@ Groups = dict[str, dict[str, str]]
 
 
 class MissingError(ConfigError):
-    """An add-on is not installed."""
+    """An add-on is not installed; `package` is its name, "" if nobody knows it."""
+
+    package = ""
 
 
 class ConfigVerb:
@@ -130,15 +132,17 @@ def check(group: str, name: str, needed_by: str) -> None:
     value = registered(group).get(name)
     if value is not None and find_spec(package_of(value)) is not None:
         return
-    missing = f"the add-on {package_of(value)}" if value else f"an add-on that offers `{name}` ({group})"
-    raise _missing(needed_by, missing)
+    raise _missing(needed_by, package_of(value or ""), f"an add-on that offers `{name}` ({group})")
 
 
-def _missing(needed_by: str, what: str) -> MissingError:
-    return MissingError(
-        f"{needed_by} needs {what}, which is not installed; install stretto with its add-ons, "
-        f"`pip install stretto`, or the package that has it"
+def _missing(needed_by: str, package: str, unknown: str = "") -> MissingError:
+    """unknown: words for an add-on whose package nobody knows."""
+    error = MissingError(
+        f"{needed_by} needs {f'the add-on {package}' if package else unknown}, which is not installed; install stretto "
+        f"with its add-ons, `pip install stretto`, or the package that has it"
     )
+    error.package = package
+    return error
 
 
 def load_all(group: str) -> dict[str, Any]:
@@ -150,6 +154,34 @@ def load_all(group: str) -> dict[str, Any]:
         except MissingError:
             continue
     return found
+
+
+def missing(group: str) -> dict[str, str]:
+    """By name, of what a group could offer and does not here, the package that is not installed."""
+    found = {}
+    for name in registered(group):
+        try:
+            load(group, name, name)
+        except MissingError as error:
+            found[name] = error.package
+    return found
+
+
+def missing_text(group: str, what: str) -> str:
+    """What to add to a message about something unknown that `missing` add-ons may know; "" if none is missing.
+
+    what: what those of the group have, such as names.
+    """
+    if not (absent := missing(group)):
+        return ""
+    packages = list(dict.fromkeys(absent.values()))
+    verbs = ("need the add-ons", "are") if packages[1:] else ("need the add-on", "is")
+    return f" ({what} of {_listed(absent)} {verbs[0]} {_listed(packages)}, which {verbs[1]} not installed)"
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def wrong(group: str, name: str, what: str) -> ConfigError:
@@ -185,7 +217,7 @@ def _module(group: str, name: str, path: str) -> ModuleType:
         package = package_of(getattr(cause, "name", None) or "")
         known = {package_of(value) for values in _found().values() for value in values.values()}
         if package in known and find_spec(package) is None:
-            raise _missing(f"the add-on {package_of(path)}", f"the add-on {package}") from cause
+            raise _missing(f"the add-on {package_of(path)}", package) from cause
         raise wrong(group, name, f"{import_place(cause)}: {error_text(cause)}") from cause
 
 

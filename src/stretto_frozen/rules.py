@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
 
-from stretto.config.root import EvalConfig, OrchestratorConfig, RLConfig
-from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, is_address, is_served
+from stretto.config.root import OrchestratorConfig, RLConfig
+from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, is_address, is_served, known_models
 from stretto.config.sections.algorithm import Algo
 from stretto.config.sections.distill import ModelClientSection, OpsdAlgo, ScoredAlgo, SftAlgo, TaughtAlgo
-from stretto.config.sections.orchestrator import EnvSection, OrchestratorSection
+from stretto.config.sections.orchestrator import OrchestratorSection
 
 POLICY_NAMES = ("actor", "default")
 """Names of the policy in vime's terms."""
-
-
-def named_models(c: RLConfig, at: At) -> Problems:
-    """What environments call frozen models are models of the run."""
-    yield from _named(c.orchestrator.env, c.models, at, "orchestrator.env")
-    if c.orchestrator.eval is not None:
-        yield from _named(c.orchestrator.eval.env, c.models, at, "orchestrator.eval.env")
-
-
-def named_models_of_eval(c: EvalConfig, at: At) -> Problems:
-    """The same in `eval`."""
-    yield from _named(c.eval.env, c.models, at, "eval.env")
-
-
-def _named(sections: Sequence[EnvSection], models: Collection[str], at: At, path: str) -> Problems:
-    for index, section in enumerate(sections):
-        for name, model in section.models.items():
-            if model not in models:
-                key = at(f"{path}.{index}.models.{name}")
-                yield Problem(key, f"{key}: this run has no such model; {_known(models, model)}")
 
 
 def teaching_models(c: RLConfig, at: At) -> Problems:
@@ -46,7 +25,7 @@ def teaching_models(c: RLConfig, at: At) -> Problems:
         for name, weight in teachers.items():
             key = at(f"orchestrator.{path}.teachers.{name}")
             if name not in c.models:
-                yield Problem(key, f"{key.path}: this run has no such model; {_known(c.models, name)}")
+                yield Problem(key, f"{key.path}: this run has no such model; {known_models(c.models, name)}")
                 continue
             if not 0 < weight < math.inf:
                 yield Problem(key, f"{key} must be above 0; leave out a teacher that does not count")
@@ -56,17 +35,11 @@ def teaching_models(c: RLConfig, at: At) -> Problems:
                 yield Problem((longest, length), rule)
 
 
-def _known(models: Collection[str], name: str) -> str:
-    return f"it has {', '.join(models)}" if models else f"add a table [models.{name}]"
-
-
 def teacher(c: RLConfig, at: At) -> Problems:
     """[teacher_inference] and [orchestrator.teacher] agree about the teacher's model and address."""
     teacher, engine, key = c.orchestrator.teacher, c.teacher_inference, at("orchestrator.teacher")
     longest, length = at("teacher_inference.max_model_len"), at("seq_len")
-    if engine is None:
-        yield from idle(at, "teacher_gpu_ids", "teacher_inference", why="this run starts no teacher")
-    elif engine.max_model_len and engine.max_model_len <= c.seq_len:
+    if engine is not None and engine.max_model_len and engine.max_model_len <= c.seq_len:
         rule = f"{longest} must be above {length}: a scored sample takes one token more"
         yield Problem((longest, length), rule)
     if teacher is not None and teacher.base_url is not None:
@@ -206,6 +179,5 @@ RULES: Rules = {
     OpsdAlgo: (demonstration,),
     OrchestratorConfig: (teacher_address,),
     OrchestratorSection: (teachers,),
-    RLConfig: (teacher, frozen_models, named_models, teaching_models),
-    EvalConfig: (named_models_of_eval,),
+    RLConfig: (teacher, frozen_models, teaching_models),
 }

@@ -23,7 +23,7 @@ from stretto.chat.render import Renderer
 from stretto.chat.tokenizer import END_OF_TEXT, Tokenizer
 from stretto.config.sections.sft import LossMaskSection, PreferenceData, RewardSection
 from stretto.data.image_columns import with_images
-from stretto.data.messages import parse_messages, parse_tools, refuse_unread
+from stretto.data.messages import check_column, parse_messages, parse_tools, refuse_unread
 from stretto.data.records import read_records
 from stretto.records.images import Image
 from stretto.records.row_packing import pack_rows
@@ -128,9 +128,7 @@ def parse_pair(record: Any, data: PreferenceData, where: str) -> PairRow:
     if not isinstance(record, dict):
         raise DataError(f"{where}: a row must be an object, got {type(record).__name__}.")
     for key, setting in ((data.chosen_key, "chosen_key"), (data.rejected_key, "rejected_key")):
-        if record.get(key) is None:
-            keys = ", ".join(sorted(map(str, record))) or "nothing"
-            raise DataError(f"{where}: no {key!r} (data.{setting}); the row has {keys}.")
+        check_column(record, key, f"data.{setting}", where)
     prompt, chosen, rejected = (record.get(key) for key in (data.prompt_key, data.chosen_key, data.rejected_key))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{where}: {data.chosen_key} and {data.rejected_key} must both be messages, or both texts.")
@@ -138,7 +136,7 @@ def parse_pair(record: Any, data: PreferenceData, where: str) -> PairRow:
     is_cut = _is_cut(record, data.chosen_key, where), _is_cut(record, data.rejected_key, where)
     if data.text == "raw":
         return replace(_raw_row(prompt, chosen, rejected, data, where, margin), is_cut=is_cut)
-    tools = parse_tools(record.get(data.tool_key), "tools", where)
+    tools = parse_tools(record.get(data.tool_key), data.tool_key, where)
     if prompt is None and isinstance(chosen, str):
         raise DataError(
             f"{where}: no {data.prompt_key!r} (data.prompt_key), and {data.chosen_key} is text. If the texts hold the "

@@ -25,7 +25,7 @@ from stretto.config.root import SFTConfig
 from stretto.config.sections.sft import Data, EnvData, FileData, LossMaskSection, PreferenceData
 from stretto.config.sections.trainer import LinearScheduler, num_steps
 from stretto.data.image_columns import column_of, with_images
-from stretto.data.messages import parse_messages, parse_tools, refuse_unread
+from stretto.data.messages import check_column, columns_of, parse_messages, parse_tools, refuse_unread
 from stretto.data.records import read_records
 from stretto.envs.base import load_environment
 from stretto.records.images import Image
@@ -215,7 +215,7 @@ def read_sources(data: Data, seed: int) -> list[Iterator[Row]]:
 
 def _rows_of(data: FileData, source: str) -> Iterator[Row]:
     for where, record in read_records(source, "[data] name", is_streamed=data.streaming, convert=data.convert):
-        row = parse_row(_renamed(record, data, where), where)
+        row = parse_row(_renamed(record, data, where), where, data)
         read = (data.input_key, data.output_key, data.tool_key)
         refuse_unread(record, row.messages, read, where)
         yield row
@@ -241,9 +241,8 @@ def _renamed(record: dict[str, Any], data: FileData, where: str) -> dict[str, An
     tools = record.get(data.tool_key)
     prompt_key = data.input_key or ("prompt" if data.output_key is not None else None)
     for key, setting in ((prompt_key, "input_key"), (data.output_key, "output_key")):
-        if key is not None and record.get(key) is None:
-            keys = ", ".join(sorted(map(str, record))) or "nothing"
-            raise DataError(f"{where}: no {key!r} ({setting}); the row has {keys}.")
+        if key is not None:
+            check_column(record, key, setting, where)
     if data.output_key is not None:
         assert prompt_key is not None
         columns = {"prompt": record[prompt_key], "completion": record[data.output_key], "tools": tools}
@@ -254,27 +253,33 @@ def _renamed(record: dict[str, Any], data: FileData, where: str) -> dict[str, An
     return {"messages": messages, "tools": tools} | column_of(record)
 
 
-def parse_row(row: Any, where: str) -> Row:
+def parse_row(row: Any, where: str, data: FileData | None = None) -> Row:
     """Parse a row with `messages`, or with `prompt` and `completion`.
 
-    Raises: DataError if it is malformed.
+    data: what names the columns that these were, for messages. Raises: DataError if it is malformed.
     """
+    pair, tool_key = ("prompt", "completion"), "tools" if data is None else data.tool_key
+    if data is not None and data.output_key is not None:
+        pair = (data.input_key or "prompt", data.output_key)
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be an object, got {type(row).__name__}.")
     if row.get("messages") is not None:
         messages = parse_messages(row["messages"], "messages", where)
     elif row.get("prompt") is not None and row.get("completion") is not None:
         messages = [
-            *parse_messages(row["prompt"], "prompt", where, role_of_text="user"),
-            *parse_messages(row["completion"], "completion", where, role_of_text="assistant"),
+            *parse_messages(row["prompt"], pair[0], where, role_of_text="user"),
+            *parse_messages(row["completion"], pair[1], where, role_of_text="assistant"),
         ]
     else:
-        keys = ", ".join(sorted(map(str, row))) or "nothing"
+        for key in ("prompt", "completion") if {"prompt", "completion"} <= row.keys() else ("messages",):
+            if key in row:
+                check_column(row, key, "", where)
         raise DataError(
-            f"{where}: a row needs `messages`, or `prompt` and `completion`; it has {keys}. {_keys_to_name(row)}"
+            f"{where}: a row needs `messages`, or `prompt` and `completion`; it has {columns_of(row)}. "
+            f"{_keys_to_name(row)}"
         )
     messages = with_images(messages, row, where)
-    return Row(where, messages, parse_tools(row.get("tools"), "tools", where))
+    return Row(where, messages, parse_tools(row.get("tools"), tool_key, where))
 
 
 def _keys_to_name(row: Mapping[str, Any]) -> str:

@@ -16,7 +16,14 @@ import pytest
 import syntax
 
 import stretto
+import stretto.vime.functions
 from stretto import addons
+from stretto.base.errors import ConfigError
+from stretto.base.foreign import load_module
+from stretto.config.load import load
+from stretto.config.lookup import unread
+from stretto.config.root import RLConfig
+from stretto.envs.base import load_environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "without.py"))
@@ -35,7 +42,7 @@ AFMOE = {
     "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "sliding_window": 6,
 }  # fmt: skip
-VERBS, CONFIG_VERBS = "stretto.verbs", "stretto.config_verbs"
+VERBS, CONFIG_VERBS, SPELLINGS = "stretto.verbs", "stretto.config_verbs", "stretto.spellings"
 
 
 def strings_of(package: str) -> str:
@@ -87,6 +94,49 @@ def test_python_has_no_name_whose_add_on_is_not_installed(monkeypatch: pytest.Mo
     assert not hasattr(stretto, "rl") and "rl" not in dir(stretto)
     with pytest.raises(AttributeError, match="needs the add-on stretto_gone"):
         stretto.rl  # noqa: B018
+
+
+def test_functions_in_vime_s_terms_have_no_name_whose_add_on_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(addons._found(), "stretto.hooks", {"names": "stretto_gone.hooks"})
+    assert hasattr(stretto.vime, "Sample") and not hasattr(stretto.vime, "post")
+    assert not hasattr(stretto.vime.functions, "get")
+    module = tmp_path / "rewards_of_gone.py"
+    module.write_text("from stretto.vime import Sample, post\n")
+    with pytest.raises(ConfigError, match=r"rewards_of_gone.py:1: .*; stretto.vime.post needs the add-on stretto_gone"):
+        load_module(str(module), "reward")
+
+
+def test_an_unknown_key_says_whose_names_are_not_read_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They may be those of an add-on that is missing, such as `--router-policy`."""
+    env = '[[orchestrator.env]]\nid = "sort-letters"\n'
+    (tmp_path / "c.toml").write_text("policy = 1\n" + env)
+    words = ["@", str(tmp_path / "c.toml"), "--router-policy", "round_robin"]
+    if set(addons.registered(SPELLINGS)) == set(addons.offers(SPELLINGS)):
+        with pytest.raises(ConfigError) as caught:
+            load(RLConfig, words)
+        assert "not installed" not in str(caught.value)
+    monkeypatch.setitem(addons._found(), SPELLINGS, {"theirs": "stretto_gone.keys:KEYS"})
+    with pytest.raises(ConfigError) as caught:
+        load(RLConfig, words)
+    said = "(names of theirs need the add-on stretto_gone, which is not installed)"
+    assert str(caught.value).count(said) == 2
+    monkeypatch.setitem(addons._found()[SPELLINGS], "others", "stretto_away.keys:KEYS")
+    assert unread() == (
+        " (names of theirs and others need the add-ons stretto_gone and stretto_away, which are not installed)"
+    )
+
+
+def test_an_unknown_environment_says_whose_tasksets_are_not_played_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "tasks_of_theirs.py").write_text("def load_environment(): ...\n")
+    monkeypatch.setitem(addons._found(), "stretto.tasksets", {"theirs": "stretto_gone.tasks"})
+    for name in ("owner/nobodys-tasks", "owner/tasks-of-theirs"):
+        with pytest.raises(ConfigError, match=r"\(tasksets of theirs need the add-on stretto_gone, which is not in"):
+            load_environment(name, {})
 
 
 def test_the_entry_points_of_an_installation_are_those_that_importlib_finds(tmp_path: Path) -> None:
@@ -191,6 +241,7 @@ def test_without_an_add_on_its_verbs_are_refused_and_a_run_is_planned(name: str,
         ("vime", ["--trainer.hooks.init", "a:b", "--dry-run"], "[trainer.hooks] needs the add-on stretto_vime"),
         ("vime", OF_SOURCE, "dataset: data_source needs the add-on stretto_vime"),
         ("prime", ["--orchestrator.rollouts-per-example", "4"], "rollouts-per-example 4: unknown flag"),
+        ("routers", ["--router-policy", "round_robin"], "names of vime and vllm-router need the add-ons stretto_vime"),
     ],
 )
 def test_a_config_that_needs_a_missing_add_on_says_so(name: str, flags: list[str], said: str, tmp_path: Path) -> None:

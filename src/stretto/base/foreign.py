@@ -123,6 +123,8 @@ def _way_to_import(error: ImportError) -> str:
     if root != _NAME:
         advice = f"; install its package (python -m pip install ...), or put {root}.py into this directory"
         return (_near_module(root) or advice) if isinstance(error, ModuleNotFoundError) else ""
+    if attr and (why := _why_missing(module, attr)):
+        return f"; {why}"
     names = [attr] if attr else _imported_at(error)
     homes = {name: home for name in names if (home := _home_of(name))}
     return "; write " + ", ".join(f"`from {home} import {name}`" for name, home in homes.items()) if homes else ""
@@ -131,6 +133,18 @@ def _way_to_import(error: ImportError) -> str:
 def _name_that_failed(error: ImportError) -> str | None:
     found = re.match(r"cannot import name '(\w+)'", str(error))
     return found.group(1) if found else None
+
+
+def _why_missing(module: str, attr: str) -> str:
+    """What a module that looks for its names in add-ons says of one that it has not; "" if it looks nowhere."""
+    there = sys.modules.get(module)
+    if not hasattr(there, "__getattr__"):
+        return ""
+    try:
+        getattr(there, attr)
+    except AttributeError as error:
+        return str(error)
+    return ""
 
 
 def _imported_at(error: ImportError) -> list[str]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from stretto import addons
 from stretto.base.errors import ConfigError
-from stretto.check.engines import EMBEDDED, Fault, engine_of
+from stretto.check.engines import EMBEDDED, Fault, check_drafter, engine_of
 from stretto.config.root import RLConfig
 from stretto.config.sections.inference import InferenceSection
 from stretto.config.sections.model import ModelSection
@@ -48,7 +47,7 @@ def check_drafts(cfg: RLConfig, *, is_on_gpu: bool) -> None:
     engines |= {f"models.{name}": each for name, each in cfg.models.items()}
     for path, each in engines.items():
         if each is not None and each.speculation is not None and each.chosen_engine(has_gpu=is_on_gpu) == "embedded":
-            addons.check("stretto.inference", "drafts", f"[{path}.speculation] of the embedded engine")
+            check_drafter(path)
     section = cfg.inference
     if section is None or section.drafting_key is None:
         return

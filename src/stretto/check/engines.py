@@ -64,10 +64,15 @@ class _Embedded(Engine):
                 f'{name}: inference.engine = "embedded" has no {model.family}; set "vllm", or leave it out'
             )
         if section.speculation is not None:
-            addons.check("stretto.inference", "drafts", "[inference.speculation] of the embedded engine")
+            check_drafter("inference")
 
 
 EMBEDDED = _Embedded()
+
+
+def check_drafter(path: str) -> None:
+    """Raises: MissingError if the section at this path drafts in the embedded engine, and no add-on does."""
+    addons.check("stretto.inference", "drafts", f"[{path}.speculation] of the embedded engine")
 
 
 def engine_of(section: InferenceSection, needed_by: str = "", *, has_gpu: bool, is_own: bool = True) -> Engine:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from stretto.base import rundir
 from stretto.base.errors import ConfigError
-from stretto.base.files import write_atomic
+from stretto.base.files import read_json, write_atomic
 from stretto.base.paths import RunDir
 from stretto.base.status import is_supervised
 from stretto.config.masks import masked
@@ -138,6 +138,7 @@ def _resumed_if_begun(root: Any, draft: Draft, *, is_typed: bool) -> Any:
         return root
     is_plain = root.resume.step is None and root.resume.dir is None
     if is_plain and rundir.has_ended_before_step_1(root.run_dir):
+        _check_bound_that_ended(root)
         why = "ended before its first step, so there is nothing to continue"
         draft.notes["resume"] = (
             f"--resume: {root.run_path} {why}: it begins anew, and its budget too; what it has played is not used"
@@ -148,6 +149,21 @@ def _resumed_if_begun(root: Any, draft: Draft, *, is_typed: bool) -> Any:
     found = draft.placed(f"[resume]: {root.run_path} has no complete checkpoint yet: begins anew", ("resume",))
     draft.notes["resume"] = found
     return root.model_copy(update={"resume": None})
+
+
+def _check_bound_that_ended(root: Any) -> None:
+    """A bound that ended a run before its first step would end it again, in each start of a command with --resume.
+
+    Raises: ConfigError unless the bound is larger now than what the run had used.
+    """
+    summary, budget = read_json(root.run_dir.summary), getattr(root, "budget", None)
+    reason, used = str(summary.get("stopped_because") or ""), summary.get("used") or {}
+    for key, bound in ({} if budget is None else budget.bounds).items():
+        if reason.startswith(f"budget.{key} ") and used.get(key.removeprefix("max_"), bound) >= bound:
+            raise ConfigError(
+                f"--resume: {root.run_path} ended before its first step: {reason}; raise that bound, or begin anew "
+                "with --clean"
+            )
 
 
 def names_whole_run(arguments: Sequence[str]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
-from stretto.addons import load_all, wrong
+from stretto.addons import load_all, missing_text, wrong
 from stretto.config.spelling import KeyPath, Row, Spelling, Table
 
 GROUP = "stretto.spellings"
@@ -19,6 +19,11 @@ def spellings() -> dict[str, Spelling]:
     for name in (name for name, each in found.items() if not isinstance(each, Spelling)):
         raise wrong(GROUP, name, f"it is {found[name]!r}, which is no Spelling of stretto")
     return found
+
+
+def unread() -> str:
+    """What to add to a message about an unknown key: whose names are not read here, and why; "" if all are."""
+    return missing_text(GROUP, "names")
 
 
 @cache

@@ -50,7 +50,8 @@ def parse_messages(value: Any, key: str, where: str, role_of_text: str | None = 
     if isinstance(value, dict):
         return [parse_message(value, f"{where}: {key}")]
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: `{key}` must be a list of messages, got {short_repr(value)}.")
+        text = "" if role_of_text is None else "a text or "
+        raise DataError(f"{where}: `{key}` must be {text}a list of messages, got {short_repr(value)}.")
     return [parse_message(message, f"{where}: {key}[{i}]") for i, message in enumerate(value)]
 
 
@@ -263,6 +264,24 @@ def _given_arguments(arguments: Any, where: str) -> Any:
     if not isinstance(from_json(arguments, where), dict):
         raise DataError(f"{where} must be an object, or JSON as text, got {short_repr(arguments)}.")
     return arguments
+
+
+def check_column(record: Mapping[str, Any], key: str, setting: str, where: str) -> None:
+    """Check that a record has a column; setting: the key that names the column, "" if none does.
+
+    Raises: DataError if it is not there, or null.
+    """
+    if record.get(key) is not None:
+        return
+    named = f" ({setting})" if setting else ""
+    if key in record:
+        raise DataError(f"{where}: {key!r}{named} is null; give it a value, or leave the row out.")
+    raise DataError(f"{where}: no {key!r}{named}; the row has {columns_of(record)}.")
+
+
+def columns_of(record: Mapping[str, Any]) -> str:
+    """The names of a record's columns, for a message."""
+    return ", ".join(sorted(map(str, record))) or "nothing"
 
 
 def parse_tools(value: Any, key: str, where: str) -> list[dict[str, Any]] | None:

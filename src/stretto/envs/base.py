@@ -462,7 +462,9 @@ def _find_factory(env_id: str) -> Callable[..., Any]:
 
         nearest = [*_own_name(env_id), *difflib.get_close_matches(env_id.replace("_", "-"), find.names(), n=1)]
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"bundled are {', '.join(find.names())};"
-        raise ConfigError(f"no environment {env_id!r}; {hint} name your own as a module or `module:attr`.")
+        raise ConfigError(
+            f"no environment {env_id!r}; {hint} name your own as a module or `module:attr`{find.unread()}."
+        )
     module_name, attr = path.split(":", 1)
     find.check_hub_name(env_id)
     module = load_module(module_name, f"environment {env_id!r}")

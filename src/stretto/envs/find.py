@@ -98,6 +98,11 @@ def find_spec(module: str) -> ModuleSpec | None:
     return None
 
 
+def unread() -> str:
+    """What to add to a message about an id that is unknown: whose tasksets are not played here; "" if all are."""
+    return addons.missing_text(TASKSETS, "tasksets")
+
+
 def tasksets_of(env_id: str) -> Any | None:
     """The module of an add-on that plays an id as a taskset, in worker processes only; None if none does.
 
@@ -142,7 +147,7 @@ def environment_class(module: Any, env_id: str) -> Any:
     where = f"environment {env_id!r}: module {module.__name__!r}"
     if not classes:
         raise ConfigError(
-            f"{where} has no class with `tasks` and `rollout`; name your class or function as `module:attr`."
+            f"{where} has no class with `tasks` and `rollout`; name your class or function as `module:attr`{unread()}."
         )
     choice = ", ".join(f"{module.__name__}:{each.__name__}" for each in classes)
     raise ConfigError(f"{where} has several environments; name one: {choice}.")

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,17 @@ def to_error(path: Path, cause: sqlite3.Error | UnicodeDecodeError) -> StrettoEr
             f"and the files {path.name}-* away and resume: draws up to the checkpoint count as trained."
         )
     return EngineError(f"{path}: {cause}; the run cannot go on without its ledger (is the disk full?).")
+
+
+def is_damaged(path: Path) -> bool:
+    """Whether SQLite finds a fault in the file of a ledger, all of which it reads; False if there is no file."""
+    if not path.exists():
+        return False
+    try:
+        with closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=30.0)) as connection:
+            return str(scalar(connection, "PRAGMA quick_check(1)")) != "ok"
+    except _FAULTS as cause:
+        return isinstance(to_error(path, cause), DataError)
 
 
 def column(db: sqlite3.Connection, query: str, *values: Any) -> list[Any]:

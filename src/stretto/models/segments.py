@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,6 +32,11 @@ class SegmentTree:
         of = np.full(len(bounds) - 1, -1, np.int64) if parents is None else np.asarray(parents, np.int64)
         assert (of < np.arange(len(of))).all(), "a segment stands behind the one that it continues"
         return cls(bounds, of)
+
+    @cached_property
+    def tables(self) -> dict[Any, Any]:
+        """What layers compute from it once for all of them, by what it is for; kept as long as the tree is."""
+        return {}
 
     @cached_property
     def lengths(self) -> Int[np.ndarray, " segments"]:

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,11 +120,7 @@ class Purse:
 
     def excess(self, used: Used | None = None) -> str | None:
         """Why the run ends now, or would if this were used; None if it goes on."""
-        amounts = self.amounts(used or self.used)
-        for key, bound in self._bounds.items():
-            if amounts[key] >= bound:
-                return f"budget.{key} = {bound:g}, and the run has used {_shown(key, amounts[key])}"
-        return None
+        return reached(self._bounds, self.amounts(used or self.used))
 
     def __str__(self) -> str:
         """The bounds in words, for a dry run."""
@@ -134,14 +130,16 @@ class Purse:
 
     def check(self) -> None:
         """Raises: ConfigError if a bound is reached before the run starts."""
-        if (reason := self.excess()) is not None:
-            raise ConfigError(f"{reason}; raise it, or leave it out")
+        amounts = self.amounts(self.used)
+        if (reason := reached(self._bounds, amounts)) is not None:
+            words = " ".join(larger_bounds(self._bounds, amounts))
+            raise ConfigError(f"{reason}; raise it, or leave it out; twice as much is {words}")
 
     def larger(self) -> str:
-        """The words that give the run twice the bound of which the largest share is used."""
+        """The words that double every bound that is reached; of none, that of which the largest share is used."""
         shares = self._shares(self.used)
         key = max(shares, key=shares.__getitem__)
-        return larger_bound(key, self._bounds[key])
+        return " ".join(larger_bounds(self._bounds, self.amounts(self.used), also=[key]))
 
     def spent_after(self, num_steps: int, num_tokens: int) -> Used:
         """What is expected to be used once num_steps, of num_tokens in all, that are under way are trained."""
@@ -208,6 +206,29 @@ class Purse:
 def used_by_metrics(file: Path) -> Used:
     """What a run has used by its newest row of metrics; nothing if there is no file."""
     return Used.of_metrics(newest_row(file, METRICS["seconds"])) if file.exists() else Used()
+
+
+def amounts_of_summary(summary: Mapping[str, Any]) -> dict[str, float]:
+    """How much of what each key bounds a run had used when it wrote its summary."""
+    used = summary.get("used") or {}
+    return {f"max_{name}": float(used.get(name, 0.0)) for name in ("hours", "tokens", "cost")}
+
+
+def reached(bounds: Mapping[str, float], amounts: Mapping[str, float]) -> str | None:
+    """Which bound of [budget] is reached, the first of several, and by what; None if none is."""
+    for key, bound in bounds.items():
+        if amounts[key] >= bound:
+            return f"budget.{key} = {bound:g}, and the run has used {_shown(key, amounts[key])}"
+    return None
+
+
+def larger_bounds(bounds: Mapping[str, float], amounts: Mapping[str, float], also: Collection[str] = ()) -> list[str]:
+    """The words that double each bound that is reached, or what was used of it if that is more.
+
+    also: keys whose bounds are raised in any case.
+    """
+    keys = [key for key, bound in bounds.items() if key in also or amounts[key] >= bound]
+    return [larger_bound(key, max(bounds[key], amounts[key])) for key in keys]
 
 
 def larger_bound(key: str, bound: float) -> str:

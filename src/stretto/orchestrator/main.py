@@ -366,7 +366,7 @@ def build_bounds(cfg: OrchestratorConfig, start: int = 0) -> Bounds:
         keeps_late=cfg.batch_order == "finished" and not is_user_played,
         oversampling_factor=cfg.oversampling_factor,
         tokens_per_batch=cfg.token_batch_size,
-        min_groups=math.ceil(cfg.num_train_workers / cfg.group_size),
+        min_groups=math.ceil(cfg.num_train_workers / cfg.smallest_group),
         is_deterministic=cfg.deterministic,
         sync_interval=cfg.sync_interval,
         update_interval=cfg.weight_broadcast.interval,

@@ -17,7 +17,14 @@ __all__ = ["Arguments", "Sample", "get_model_url"]
 
 
 def __getattr__(name: str) -> Any:
-    """Another name that functions import. Raises: ConfigError without the add-on."""
+    """Another name that functions import.
+
+    Raises: AttributeError, so that `hasattr` is False, also without the add-on; the text says which one is missing.
+    """
     if name.startswith("_"):
         raise AttributeError(name)
-    return getattr(addons.load("stretto.hooks", "names", f"stretto.vime.{name}"), name)
+    try:
+        names = addons.load("stretto.hooks", "names", f"stretto.vime.{name}")
+    except addons.MissingError as missing:
+        raise AttributeError(str(missing)) from None
+    return getattr(names, name)

@@ -119,10 +119,13 @@ class ChunkTable:
         return cls(np.where(is_real, rows, num_tokens), places, num_documents, order)
 
 
-@functools.lru_cache(maxsize=4)
 def documents_of(tree: SegmentTree, device: torch.device, heads: Heads | None = None) -> Documents:
     """The documents of a packed row, the same for all passes over it."""
-    return Documents(tree.bounds, device, heads or ALL_HEADS)
+    key = (Documents, device, heads)
+    if key not in tree.tables:
+        tree.tables[key] = Documents(tree.bounds, device, heads or ALL_HEADS)
+    found: Documents = tree.tables[key]
+    return found
 
 
 def chunk_size(longest: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -180,10 +180,13 @@ class VisibleKeys:
         return ranges
 
 
-@lru_cache(maxsize=4)
 def _visible(tree: SegmentTree, device: torch.device, own: OwnTokens | None) -> VisibleKeys:
     """The same for all layers of a pass."""
-    return VisibleKeys.of(tree, device, None if own is None else own.tokens)
+    key = (VisibleKeys, device, own)
+    if key not in tree.tables:
+        tree.tables[key] = VisibleKeys.of(tree, device, None if own is None else own.tokens)
+    found: VisibleKeys = tree.tables[key]
+    return found
 
 
 # -- the choice --

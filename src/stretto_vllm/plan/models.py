@@ -19,7 +19,7 @@ from stretto.config.sections.model import Family
 from stretto.data.hub_model import is_hub_name
 from stretto.data.model_file import ModelFile
 from stretto.data.weight_files import read_weight_files
-from stretto.families.table import family_of, traits_of
+from stretto.families.table import check_installed, family_of, traits_of
 from stretto.families.traits import Traits
 
 CPU_BLOCK_SIZE = 32
@@ -126,6 +126,7 @@ class ServedModel:
         if self.family not in get_args(Family):
             return
         method, file = "inference.speculation.method", self.directory / "config.json"
+        check_installed(self.family, f'{method} = "mtp" for a {self.family}')
         key = self.traits.vllm.prediction_key
         if key is None:
             raise ConfigError(

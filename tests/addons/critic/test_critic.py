@@ -215,7 +215,7 @@ def test_values_of_a_critic_are_those_of_samples_alone():
     mb, found = pack(branches(6)), []
     for sharing in ("tree", "off"):
         network = with_value_head(build_policy(1))
-        network.lm_head.weight.data = torch.linspace(-0.5, 0.5, network.lm_head.weight.shape[1])[None]
+        network.lm_head.weight.data = torch.linspace(-0.1, 0.1, network.lm_head.weight.shape[1])[None]
         model = ModelSection(dtype="float32", shared_prefixes=sharing)
         critic = Critic(network, section=CriticSection(), model=model, optim=SgdOptim(lr=1e-3))
         assert critic.network.sharing == sharing

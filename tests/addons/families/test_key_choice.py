@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from stretto.models.attention import PackedLayout
 from stretto.models.moe import Routing
 from stretto.models.segments import SegmentTree
 from stretto_families.mixers import key_choice
+from stretto_families.mixers.documents import documents_of
 from stretto_families.mixers.key_choice import (
     NOT_A_KEY,
     IndexVectors,
@@ -31,6 +34,16 @@ def small_blocks(monkeypatch):
     """Blocks that fit none of the sizes of these tests."""
     for name, size in (("MAX_QUERIES", 4), ("MAX_KEYS", 5), ("MAX_GATHERED", 200)):
         monkeypatch.setattr(key_choice, name, size)
+
+
+@pytest.mark.parametrize("table_of", [documents_of, lambda tree, device: key_choice._visible(tree, device, None)])
+def test_what_layers_share_of_a_row_is_made_once_and_kept_no_longer_than_the_row(table_of):
+    layout, device = PackedLayout((0, 3, 5), torch.device("cpu")), torch.device("cpu")
+    made = table_of(layout.tree, device)
+    assert table_of(layout.tree, device) is made
+    kept = weakref.ref(made)
+    del made, layout
+    assert kept() is None
 
 
 @pytest.mark.parametrize("top_k", [1, 6, 100])

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from stretto.config.sections.model import ScratchSection
-from stretto.families.table import VISION_FAMILIES
+from stretto.families.table import FAMILIES, VISION_FAMILIES
 from stretto.models.config import scratch_config
 from stretto.models.decoder import Decoder
 from stretto_plan.network import NetworkSize
-
-FAMILIES = ScratchSection.model_fields["family"].annotation.__args__
 
 
 def built(cfg) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.ports import address_towards
@@ -45,6 +46,7 @@ def planned(hosts: list[str], **data) -> EnginesPlan:
 # -- plans --
 
 
+@needs("vllm")
 def test_each_node_enters_its_own_engines_in_a_router_that_runs_elsewhere():
     plan = planned(["a", "b"], router={"address": "http://r:9000"}, **TWO_NODES)
     assert not plan.routers and plan.base_urls == ("http://r:9000",)
@@ -60,7 +62,10 @@ def test_each_node_enters_its_own_engines_in_a_router_that_runs_elsewhere():
     "data",
     [
         {"router": {"type": "llm-d", "address": "http://r:9000"}},
-        {"router": {"address": "http://r:9000"}, "deployment": {"type": "disaggregated", "is_local": True}},
+        pytest.param(
+            {"router": {"address": "http://r:9000"}, "deployment": {"type": "disaggregated", "is_local": True}},
+            marks=needs("vllm"),
+        ),
     ],
 )
 def test_engines_that_a_router_finds_itself_or_only_at_its_start_do_not_enter_it(data):
@@ -68,6 +73,7 @@ def test_engines_that_a_router_finds_itself_or_only_at_its_start_do_not_enter_it
     assert not plan.registrars and not plan.routers and plan.base_urls == ("http://r:9000",)
 
 
+@needs("vllm")
 def test_dynamos_frontend_listens_at_loopback_whatever_the_nodes_are_called():
     router = {
         "type": "dynamo",
@@ -118,12 +124,14 @@ def test_engines_listen_where_a_router_on_another_machine_reaches_them(monkeypat
     assert address_towards("no.such.name.invalid", 9) is None
 
 
+@needs("vllm")
 def test_hosts_of_ipv6_stand_in_brackets():
     plan = planned(["fd00::1", "fd00::2"], **TWO_NODES)
     assert plan.admin_urls == ("http://[fd00::1]:8100", "http://[fd00::2]:8100")
     assert plan.engines[1].section.server.host == "fd00::2"
 
 
+@needs("vllm")
 def test_an_engine_that_is_alone_with_an_offload_may_choose_its_address():
     """inference/server.py lets an engine with a key and without `host` listen at all addresses."""
     offload = {"type": "native", "cpu": {"num_bytes": 1 << 20}}

@@ -195,6 +195,30 @@ def test_a_row_that_is_no_example_is_refused_with_file_and_line(renderer, tmp_pa
         load(renderer, path)
 
 
+NAMED = {"input_key": "q", "output_key": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "complaint"),
+    [
+        ({"messages": None}, {}, "'messages' is null; give it a value, or leave the row out"),
+        ({"prompt": "x", "completion": None}, {}, "'completion' is null"),
+        ({"messages": None, "prompt": None, "completion": "x"}, {}, "'prompt' is null"),
+        ({"q": "x", "a": None}, NAMED, r"'a' \(output_key\) is null"),
+        ({"q": None, "a": "x"}, NAMED, r"'q' \(input_key\) is null"),
+        ({"q": "x", "a": float("nan")}, NAMED, "`a` must be a text or a list of messages, got nan"),
+        ({"q": float("nan"), "a": "x"}, NAMED, "`q` must be a text or a list of messages, got nan"),
+        ({"prompt": "x", "a": [3]}, {"output_key": "a"}, r"a\[0\] must be an object"),
+        ({"messages": float("nan")}, {}, "`messages` must be a list of messages, got nan"),
+        ({"q": "x", "a": "y", "t": "["}, NAMED | {"tool_key": "t"}, "t: not JSON"),
+    ],
+)
+def test_a_column_that_is_empty_is_named_as_the_file_names_it(row, keys, complaint, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: {complaint}"):
+        list(read_rows(FileData(name=str(path), **keys), 0))
+
+
 def test_an_environment_that_writes_no_rows_is_named(renderer):
     with pytest.raises(ConfigError, match=r"has no sft_rows"):
         load_examples(EnvData(id=f"{__name__}:Unsolved"), renderer, ASSISTANT, 64, 0)

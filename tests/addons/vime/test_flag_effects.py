@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 from cases.vime import CONFIG, SPLIT, put_files, put_megatron, words_of
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.load import dump
@@ -349,7 +350,13 @@ def test_a_flag_has_its_effect(name, read):
     assert (without == effects) == (name in SAME_EITHER_WAY), f"{name} changes none of {list(effects)}"
 
 
-@pytest.mark.parametrize("name", SHAPES)
+OF_FAMILIES = ("--moe-router-score-function", "--moe-shared-expert-gate")
+"""Compared with what is known of a family of an add-on."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs("families") if name in OF_FAMILIES else ()) for name in SHAPES]
+)
 def test_a_flag_about_the_shape_is_compared(name, read, tmp_path):
     """A value that config.json contradicts is refused, wherever it says anything."""
     shape = SHAPES[name]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cases.vime import CONFIG, SPLIT, put_files, put_megatron, words_of
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
@@ -207,6 +208,7 @@ def test_what_was_made_of_an_iteration_that_was_written_again_is_not_used(made, 
         read_command(words)
 
 
+@needs("families")
 def test_degrees_that_megatron_does_not_have_for_a_model_are_left_to_the_own_trainer(tmp_path, monkeypatch):
     put_files(tmp_path)
     put_megatron(tmp_path, monkeypatch)

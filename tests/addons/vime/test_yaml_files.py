@@ -148,6 +148,7 @@ def test_prefill_and_decode_leave_gpus_of_a_node_idle_beside_other_nodes(read, l
     assert {"prefill_0", "prefill_1", "decode_0"} <= set(made.configs())
 
 
+@needs("frozen")
 def test_frozen_prefill_and_decode_leave_gpus_idle_beside_other_nodes(read):
     group = "{{worker_type: {}, num_gpus: {}}}"
     groups = ", ".join(group.format(*each) for each in (("prefill", 1), ("decode", 3), ("placeholder", 4)))

@@ -102,7 +102,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("word", REFUSED)
+@pytest.mark.parametrize(
+    "word", [pytest.param(word, marks=needs("families") if "gpt_oss" in word else ()) for word in REFUSED]
+)
 def test_what_vllm_cannot_compute_is_refused_if_it_is_asked_for(tmp_path, word):
     lora, config, inference, is_cpu = REFUSED[word]
     with pytest.raises(ConfigError, match=rf"inference\.lora\.compute_policy = true: .*{word}"):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from processes.add_ons import is_here
+from processes.add_ons import is_here, needs
 from safetensors.torch import save_file
 
 from stretto.base.errors import ConfigError
@@ -24,6 +24,7 @@ REFUSED_ON_CPUS = {
     "does not let deepseek_v32 choose": LATENT | {"model_type": "deepseek_v32"},
     "heads have 16 dimensions": {"model_type": "glm4", "head_dim": 16},
 }
+OF_FAMILIES = ("bfloat16 only", "experts without gates", "the experts of gpt_oss", "does not let deepseek_v32 choose")
 
 
 def save(directory, **config) -> str:
@@ -35,7 +36,9 @@ def words_of(section: InferenceSection, directory, *, is_cpu: bool) -> str:
     return " ".join(build_command(section, directory, is_cpu=is_cpu).words)
 
 
-@pytest.mark.parametrize("message", REFUSED_ON_CPUS)
+@pytest.mark.parametrize(
+    "message", [pytest.param(each, marks=needs("families") if each in OF_FAMILIES else ()) for each in REFUSED_ON_CPUS]
+)
 def test_what_a_cpu_cannot_run_is_refused_there_only(tmp_path, message):
     name, section = save(tmp_path, **REFUSED_ON_CPUS[message]), InferenceSection(engine="vllm")
     for check in (
@@ -73,12 +76,16 @@ def test_drafts_by_layers_that_the_model_lacks_are_refused(tmp_path):
     for lacks in ({"model_type": "qwen3"}, {"model_type": "glm4_moe", "num_nextn_predict_layers": 0}):
         with pytest.raises(ConfigError, match=r"speculation\.method.*num_nextn_predict_layers.*suffix"):
             check_served(section, save(tmp_path, **lacks), is_cpu=False)
-    for model_type, key in (("glm4_moe", "num_nextn_predict_layers"), ("qwen3_5_text", "mtp_num_hidden_layers")):
-        check_served(section, save(tmp_path, model_type=model_type, **{key: 1}), is_cpu=False)
+    check_served(section, save(tmp_path, model_type="glm4_moe", num_nextn_predict_layers=1), is_cpu=False)
+    qwen = save(tmp_path, model_type="qwen3_5_text", mtp_num_hidden_layers=1)
+    if not is_here("families"):
+        with pytest.raises(ConfigError, match=r'method = "mtp" for a qwen3_5_text needs the add-on stretto_families'):
+            check_served(section, qwen, is_cpu=False)
+        return
+    check_served(section, qwen, is_cpu=False)
     # vLLM reads one key, and has no layers for further tokens of other families.
-    of_add_on = ({"model_type": "minimax_m2", "num_mtp_modules": 3},) if is_here("families") else ()
     for other in (
-        *of_add_on,
+        {"model_type": "minimax_m2", "num_mtp_modules": 3},
         {"model_type": "nemotron_h", "mtp_layers_block_type": ["moe"], "num_nextn_predict_layers": 0},
     ):
         with pytest.raises(ConfigError, match=r"speculation\.method.*num_nextn_predict_layers.*suffix"):
@@ -135,6 +142,7 @@ def test_auto_means_vllm_for_families_that_the_embedded_engine_lacks(tmp_path):
     assert not needs_vllm(InferenceSection(), save(tmp_path, model_type="qwen3"))
 
 
+@needs("families")
 def test_a_model_that_chooses_its_keys_is_served_by_the_embedded_engine_or_on_gpus(tmp_path):
     name = save(tmp_path, model_type="glm_moe_dsa")
     for engine, is_cpu in (("embedded", True), ("embedded", False), ("auto", True), ("vllm", False)):
@@ -156,6 +164,7 @@ def test_patches_are_normalised_once_and_positions_of_images_are_the_models(tmp_
         check_served(InferenceSection(engine="vllm"), name, is_cpu=False)
 
 
+@needs("families")
 def test_states_are_not_shared_between_prompts_on_a_cpu(tmp_path):
     save(tmp_path, model_type="nemotron_h")
     assert "--no-enable-prefix-caching" in words_of(InferenceSection(), tmp_path, is_cpu=True)

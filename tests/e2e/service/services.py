@@ -139,12 +139,17 @@ class Service:
             self._clients.pop().close("success").result(timeout=60)
 
     def end_sessions(self) -> None:
-        """Close the clients that a test has left, if the service can be asked: else their heartbeats go on."""
+        """Close the clients that a test has left, here alone if the service cannot be asked: else heartbeats go on."""
+        left = list(self._clients)
         if self._process is not None and self._process.poll() is None:
             import tinker
 
             with suppress(tinker.TinkerError, TimeoutError):
                 self.close_clients()
+        self._clients.clear()
+        for holder in (holder for client in left for holder in (client._session_holder, client._rest_holder)):
+            if holder is not None:
+                holder.close()  # one that is closed stays as it is
 
     def rest(self, user: str = "alice") -> Any:
         import tinker

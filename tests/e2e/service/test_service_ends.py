@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -177,3 +178,13 @@ def test_a_request_during_which_the_trainer_dies_again_and_again_is_given_up(sor
             await bad.close()
 
         asyncio.run(scenario())
+
+
+def test_clients_of_a_service_that_is_gone_are_closed_here(tmp_path: Path) -> None:
+    """Their heartbeats would go on, and complain into the output of other tests."""
+    closed: list[str] = []
+    holder = SimpleNamespace(close=lambda: closed.append("session"))
+    service = Service(tmp_path, tmp_path)
+    service._clients.append(SimpleNamespace(_session_holder=holder, _rest_holder=None))
+    service.end_sessions()
+    assert closed == ["session"] and not service._clients

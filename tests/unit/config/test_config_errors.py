@@ -243,6 +243,17 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
         + "sampling = { max_completion_tokens = 4 }\n",
         ["orchestrator.train.sampling.min_tokens = 10 is more than "
          "orchestrator.env.0.sampling.max_completion_tokens = 4: no reply could be so long"]),
+    "least length of an eval above the greatest of training": (
+        "[orchestrator.train.sampling]\nmax_completion_tokens = 4\n[orchestrator.eval.sampling]\nmin_tokens = 10\n"
+        + ENV,
+        ["eval.sampling.min_tokens = 10 is more than orchestrator.train.sampling.max_completion_tokens = 4"]),
+    "least length of an eval above the greatest of an environment in training": (
+        "[orchestrator.eval.sampling]\nmin_tokens = 10\n" + ENV + "sampling = { max_completion_tokens = 4 }\n",
+        ["eval.sampling.min_tokens = 10 is more than orchestrator.env.0.sampling.max_completion_tokens = 4"]),
+    "least length of an evaluated environment above the greatest of training": (
+        "[orchestrator.train.sampling]\nmax_completion_tokens = 4\n" + ENV
+        + '[[orchestrator.eval.env]]\nid = "x"\nsampling = { min_tokens = 10 }\n',
+        ["eval.env.0.sampling.min_tokens = 10 is more than orchestrator.train.sampling.max_completion_tokens = 4"]),
     "greedy training": (ENV, ["--orchestrator.train.sampling.temperature 0: ", "temperature = 0 is greedy"],
         "--orchestrator.train.sampling.temperature 0"),
     "a key as verl writes it": (ENV,
@@ -310,6 +321,17 @@ WRONG_RL: dict[str, tuple[str, list[str]] | tuple[str, list[str], str]] = {
     "GPU ids against counts": ("[deployment]\nnum_train_gpus = 2\n" + ENV,
         ["--trainer-gpu-ids 0, c.toml:2: trainer_gpu_ids = [0]", "are 1 GPUs", "deployment.num_train_gpus = 2"],
         "--trainer-gpu-ids 0"),
+    "groups of an environment that are too small for the ranks": (
+        "[orchestrator]\nbatch_size = 16\ngroup_size = 16\nnum_train_workers = 4\n[orchestrator.algo]\n"
+        'type = "reinforce_plus_plus"\n' + ENV + "group_size = 2\n",
+        ["c.toml:4, c.toml:9: orchestrator.num_train_workers = 4: ", "has 2 rollouts at most with orchestrator.env.0.g",
+         "some would have none; raise orchestrator.batch_size"]),
+    "GPUs of a teacher that nobody starts": (ENV, ["--teacher-gpu-ids 3: teacher_gpu_ids = [3] does nothing",
+        "this run starts no teacher"], "--teacher-gpu-ids 3"),
+    "a number of GPUs of a teacher that nobody starts": ("[deployment]\nnum_teacher_gpus = 2\n" + ENV,
+        ["c.toml:2: deployment.num_teacher_gpus = 2 does nothing", "this run starts no teacher"]),
+    "a frozen model that the run does not have": (ENV + 'models = { judge = "other" }\n',
+        ['orchestrator.env.0.models.judge = "other": this run has no such model; add a table [models.other]']),
     "a shared GPU filled by the engine": (ENV,
         ["share GPU 0", "inference.gpu_memory_utilization = 0.9"], "--trainer-gpu-ids 0 --inference-gpu-ids 0"),
     "a run name that is a path": ('[run]\nname = "a/b"\n' + ENV, ['c.toml:2: run.name = "a/b": letters, digits']),
@@ -353,6 +375,12 @@ WRONG_OTHERS = {
         'max_steps = 3\n[data]\ntype = "file"\nname = "a"\n[loss_mask]\nassistant = false\n',
         ["c.toml:5: loss_mask trains no role"]),
     "eval without environments": ("eval", "seed = 1\n", ["eval.env", "no environment"]),
+    "eval with a frozen model that it does not have": ("eval",
+        '[[eval.env]]\nid = "a"\nmodels = { judge = "other" }\n',
+        ['eval.env.0.models.judge = "other": this run has no such model; add a table [models.other]']),
+    "eval with a least length above the greatest": ("eval",
+        '[eval.sampling]\nmax_completion_tokens = 4\n[[eval.env]]\nid = "a"\nsampling = { min_tokens = 10 }\n',
+        ["eval.env.0.sampling.min_tokens = 10 is more than eval.sampling.max_completion_tokens = 4"]),
     "inference without a model": ("inference", 'model = "None"\n', ["c.toml:1: model: no model to serve"]),
     "a file of rl for a verb that is no part of it": ("eval",
         '[orchestrator]\nbatch_size = 8\n[[eval.env]]\nid = "a"\n',

@@ -121,6 +121,15 @@ def test_a_run_that_ended_before_its_first_step_begins_anew_also_with_a_flag(
     run.summary.write_text('{"steps": 0}')
     assert load(RLConfig, words).resume is None
     assert "ended before its first step, so there is nothing to continue: it begins anew" in caplog.text
+    ended = {
+        "steps": 0,
+        "stopped_because": "budget.max_hours = 2, and the run has used 2.01 h",
+        "used": {"hours": 2.01},
+    }
+    run.summary.write_text(json.dumps(ended))
+    with pytest.raises(ConfigError, match=r"ended before its first step: budget.max_hours = 2, .*raise that bound, or"):
+        load(RLConfig, [*words, "--budget.max-hours", "2"])
+    assert load(RLConfig, [*words, "--budget.max-hours", "4"]).resume is None
     run.metrics("trainer").parent.mkdir(parents=True)
     run.metrics("trainer").write_text('{"step": 1}\n')
     assert load(RLConfig, words).resume == ResumeSection(), "it has trained a step"

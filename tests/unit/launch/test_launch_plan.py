@@ -28,6 +28,7 @@ from stretto.launch.plan import plan as planning
 from stretto.launch.plan.plan import sharing_notes
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import process_table, table
+from stretto.orchestrator.main import build_bounds
 from stretto.records.weight_manifest import BFLOAT16_TOLERANCE
 
 
@@ -122,6 +123,16 @@ def test_the_batch_shape_names_prompts_times_group_and_ranks_times_micro_batches
     batch = planned(config("--orchestrator.num-train-workers", "2")).batch
     assert (batch.prompts, batch.group_size, batch.rollouts, batch.ranks) == (4, 8, 32, 2)
     assert str(batch).startswith("4 prompts x group of 8 = 32 rollouts = 2 ranks x 1 to 16 micro batches")
+
+
+def test_the_batch_has_as_many_rollouts_as_the_groups_of_environments(config) -> None:
+    envs = '[{"id": "sort-letters", "group_size": 2}, {"id": "sort-letters", "name": "b", "group_size": 4}]'
+    cfg = config("--orchestrator.num-train-workers", "2", "--orchestrator.env", envs)
+    text = str(planned(cfg).batch)
+    assert text.startswith("4 prompts x group of 2 to 4 = 8 to 16 rollouts = 2 ranks x 1 to 8 micro batches")
+    assert build_bounds(cfg.orchestrator_config()).min_groups == 1
+    cfg = config("--orchestrator.num-train-workers", "6", "--orchestrator.env", envs)
+    assert build_bounds(cfg.orchestrator_config()).min_groups == 3, "two rollouts each, for six ranks"
 
 
 def test_the_shape_of_a_batch_in_tokens_is_an_upper_bound(config) -> None:

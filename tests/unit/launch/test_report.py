@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from stretto.config.sections.deployment import ResumeSection
 from stretto.launch.plan.plan import LaunchPlan, plan, write
 from stretto.launch.run import report
 from stretto.launch.run.console import Console, step_line, time_left
+from stretto.ledger.schema import open_for_writing
 from stretto.monitors.file import MetricsFile
 
 
@@ -356,3 +358,40 @@ def test_an_eval_is_offered_if_there_are_held_out_rows(tmp_path, held_out, is_of
     commands = report.next_commands(replace(plan(cfg, run), run=run))
     assert any("stretto eval @" in command for command in commands) == is_offered
     assert any("inference --model" in command for command in commands)
+
+
+def test_what_is_proposed_raises_every_bound_that_the_run_has_reached(tmp_path, monkeypatch) -> None:
+    """Whatever has ended it: with less its --resume would be refused."""
+    bounds = ["--budget.max_hours", "2", "--budget.max_tokens", "100"]
+    cfg = load(RLConfig, ["--orchestrator.env", '[{"id": "sort-letters"}]', *bounds])
+    run = RunDir(tmp_path)
+    run.checkpoint(7).mkdir(parents=True)
+    run.complete_marker(7).write_text("{}")
+    monkeypatch.setenv("STRETTO_COMMAND", "rl @ rl.toml --budget.max-hours 2")
+    run.summary.write_text(json.dumps({"stopped_because": "a signal", "used": {"hours": 5.0, "tokens": 100}}))
+    planned = replace(plan(cfg, run), run=run)
+    larger = "rl @ rl.toml --resume --budget.max-hours 10 --budget.max-tokens 200"
+    assert report.next_commands(planned)[-1].endswith(larger)
+    run.summary.unlink()
+    run.metrics("orchestrator").parent.mkdir(parents=True)
+    run.metrics("orchestrator").write_text('{"step": 7, "budget/hours": 2.0, "budget/tokens": 60}\n')
+    text = report.ending(planned, is_complete=False, stopped_early=False)
+    assert text.endswith("rl @ rl.toml --resume --budget.max-hours 4")
+
+
+def test_a_run_whose_ledger_is_damaged_goes_on_without_it(tmp_path, monkeypatch) -> None:
+    cfg, run = load(RLConfig, ["--orchestrator.env", '[{"id": "sort-letters"}]']), RunDir(tmp_path)
+    run.checkpoint(7).mkdir(parents=True)
+    run.complete_marker(7).write_text("{}")
+    monkeypatch.setenv("STRETTO_COMMAND", "rl @ rl.toml")
+    planned = replace(plan(cfg, run), run=run)
+    open_for_writing(run.ledger).close()
+    assert "ledger" not in report.ending(planned, is_complete=False, stopped_early=False)
+    run.ledger.write_bytes(run.ledger.read_bytes()[:4096] + b"\xff" * 8192)
+    text = report.ending(planned, is_complete=False, stopped_early=False)
+    assert text.startswith("the ledger is damaged; move it aside, and continue from step 7 without it:")
+    aside, command = text.splitlines()[1:]
+    subprocess.run(aside, shell=True, check=True)
+    assert (
+        command.endswith("rl @ rl.toml --resume") and not run.ledger.exists() and any((tmp_path / "damaged").iterdir())
+    )

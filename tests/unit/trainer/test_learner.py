@@ -520,6 +520,13 @@ def test_linear_rate_rises_stays_and_falls():
     assert learning_rate(50, 1.0, cfg, None) == 1.0
 
 
+def test_a_fall_that_is_longer_than_what_is_left_begins_at_the_full_rate():
+    """As in a run whose schedule begins anew with its last steps."""
+    cfg = LinearScheduler(warmup_steps=2, decay_steps=100, min_lr=0.2)
+    assert rates(cfg, 6) == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4])
+    assert rates(cfg, 2) == [0.5, 1]
+
+
 @pytest.mark.parametrize("max_steps", [1, 2, 3, 5, 6, 50, 500, 777])
 @pytest.mark.parametrize("warmup", [0.04, 0.1667, 0.25, 0.5])
 def test_shares_of_a_run_are_steps_that_fit_into_it(max_steps, warmup):

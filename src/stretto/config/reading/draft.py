@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from stretto.base.errors import json_fault
-from stretto.config.lookup import spellings
+from stretto.config.lookup import spellings, unread
 from stretto.config.reading.lines import read_file
 from stretto.config.reading.numbers import number_meant
 from stretto.config.reading.words import Assignment, FileArgument
@@ -419,10 +419,10 @@ class Draft:
             near = [each for each in near if (key := find(self.cls, each).key) and key.item_sections] or near
         self.suspects.update(near)
         if not near:
-            return f"unknown key; here are {', '.join(keys(cls))}"
+            return f"unknown key; here are {', '.join(keys(cls))}{unread()}"
         is_neighbour = near[0][:-1] == path[:-1]
         names = " or ".join(f"`{each[-1] if is_neighbour else dotted(each)}`" for each in near)
-        return f"unknown key; did you mean {names}?"
+        return f"unknown key; did you mean {names}?{unread()}"
 
     def report(self, verb: str) -> str:
         """All complaints, one per line."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stretto.config.lookup import unread
 from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.section import Key, KeyPath, Section, all_paths, dotted, find, members, suggest
 from stretto.config.synonyms import keys_meant
@@ -235,7 +236,7 @@ def _resolve(cls: type[Section], name: str) -> Target | ArgumentProblem:
     hint = f"did you mean {flags}?" if near else beside or _help_hint(name)
     if (other := _other_verb(cls, plain)) is not None:
         return ArgumentProblem(f"unknown flag; it is one of `{other}`", "")
-    return ArgumentProblem(f"unknown flag; {hint}", "", tuple(find(cls, path).path for path in near))
+    return ArgumentProblem(f"unknown flag; {hint}{unread()}", "", tuple(find(cls, path).path for path in near))
 
 
 def _other_verb(cls: type[Section], parts: list[str]) -> str | None:

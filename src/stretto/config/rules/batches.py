@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from stretto.config.derived import LOCAL_HOSTS
 from stretto.config.root import OrchestratorConfig, RLConfig
 from stretto.config.rules.learning import GROUP_BASELINE
-from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, is_address
+from stretto.config.rules.rule import At, Named, Problem, Problems, Rules, idle, is_address
 from stretto.config.sections.curriculum import DifficultySampler, RangeGate
 from stretto.config.sections.distill import WITHOUT_BEHAVIOR, WITHOUT_REWARD, ScoredAlgo
 from stretto.config.sections.orchestrator import (
@@ -112,8 +113,7 @@ def replies(s: SamplingOverrides, at: At) -> Problems:
     """Replies that cannot exist."""
     least, most, stop, banned = map(at, ("min_tokens", "max_completion_tokens", "stop", "bad_words"))
     if s.max_completion_tokens is not None and (s.min_tokens or 0) > s.max_completion_tokens:
-        what = f"{least} is more than {most}: no reply could be so long; lower it or raise that"
-        yield Problem((least, most), what)
+        yield _no_reply(least, most)
     if "" in ([s.stop] if isinstance(s.stop, str) else s.stop or ()):
         what = "has an empty text, which would end every reply at its first token; leave it out"
         yield Problem(stop, f"{stop.path} {what}")
@@ -195,9 +195,15 @@ def batch_sizes(s: OrchestratorKeys, at: At) -> Problems:
     ]
     for key in map(at, too_large[-1:]):
         yield Problem((limit, key), f"{limit} cannot hold one group of {key}; raise it")
+    groups = s.batch_size // s.group_size
     if s.num_train_workers > s.batch_size:
         what = f"{ranks} ranks cannot share {size} rollouts: some would have none; raise {size.path}"
         yield Problem((ranks, size), what)
+    elif s.num_train_workers > (most := groups * s.largest_group):
+        own = at(max(sizes, key=lambda key: sizes[key] if key != "group_size" else 0))
+        held = f"{most} rollout{'s' * (most != 1)} at most with {own}"
+        rule = f"a batch of {size} / {group} groups has {held}, and some would have none"
+        yield Problem((ranks, own), f"{ranks}: {rule}; raise {size.path}")
 
 
 def oversampling(s: OrchestratorKeys, at: At) -> Problems:
@@ -282,14 +288,47 @@ def reply_length(s: OrchestratorSection, at: At) -> Problems:
         reply = at(f"{path}.max_completion_tokens")
         if (own.max_completion_tokens or 0) > s.seq_len:
             yield Problem((reply, length), f"{reply} is more than {length}; lower it or raise seq_len")
-        # Where one table has both, `replies` compares them.
-        if (own.min_tokens is None) != (own.max_completion_tokens is None) and path != run:
-            played = own.over(s.train.sampling)
-            least = at(f"{run if own.min_tokens is None else path}.min_tokens")
-            most = at(f"{run if own.max_completion_tokens is None else path}.max_completion_tokens")
-            if played.max_completion_tokens is not None and played.min_tokens > played.max_completion_tokens:
-                what = f"{least} is more than {most}: no reply could be so long; lower it or raise that"
-                yield Problem((least, most), what)
+    for index in range(len(s.env)):
+        yield from _lengths(at, (f"env.{index}.sampling", run))
+
+
+def eval_reply_length(s: EvalSection, at: At) -> Problems:
+    """An evaluated environment's least length does not exceed its greatest."""
+    for index in range(len(s.env)):
+        yield from _lengths(at, (f"env.{index}.sampling", "sampling"))
+
+
+def trained_eval_reply_length(s: OrchestratorKeys, at: At) -> Problems:
+    """The same where evals have the greatest length of training."""
+    if s.eval is None or s.eval.sampling.max_completion_tokens is not None:
+        return
+    run = ("eval.sampling", "train.sampling")
+    if not s.eval.env:
+        for path in [f"env.{index}.sampling" for index in range(len(s.env))] or [run[0]]:
+            yield from _lengths(at, run[:1], (path, run[1]))
+    for index, env in enumerate(s.eval.env):
+        if env.sampling.max_completion_tokens is None:
+            yield from _lengths(at, (f"eval.env.{index}.sampling", run[0]), run[1:])
+
+
+def _lengths(at: At, least: Sequence[str], most: Sequence[str] = ()) -> Problems:
+    """A reply's bounds, each of the first table that has it; most: tables of the greatest, if others than least."""
+    low = _first_given(at, least, "min_tokens")
+    high = _first_given(at, most or least, "max_completion_tokens")
+    # Where one table has both, `replies` compares them.
+    is_one = low.path.rpartition(".")[0] == high.path.rpartition(".")[0]
+    if not is_one and high.held is not None and (low.held or 0) > high.held:
+        yield _no_reply(low, high)
+
+
+def _first_given(at: At, tables: Sequence[str], key: str) -> Named:
+    found = [at(f"{table}.{key}") for table in tables]
+    return next((each for each in found if each.held is not None), found[-1])
+
+
+def _no_reply(least: Named, most: Named) -> Problem:
+    what = f"{least} is more than {most}: no reply could be so long; lower it or raise that"
+    return Problem((least, most), what)
 
 
 # -- doubts --
@@ -358,7 +397,7 @@ RULES: Rules = {
     RLConfig: (clock,),
     OrchestratorConfig: (clock,),
     ClientSection: (engine_addresses,),
-    EvalSection: (env_names,),
+    EvalSection: (env_names, eval_reply_length),
     SamplingOverrides: (replies,),
     RangeGate: (gate,),
     DifficultySampler: (thresholds, pools),
@@ -370,6 +409,7 @@ RULES: Rules = {
         asynchrony,
         environments,
         tokens_to_train,
+        trained_eval_reply_length,
     ),
     OrchestratorSection: (reply_length, shared_memory, update_interval),
 }

@@ -10,7 +10,17 @@ from typing import Any
 
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.batches import urls
-from stretto.config.rules.rule import At, Problem, Problems, Rules, is_address, is_served, valid_divisors, value_of
+from stretto.config.rules.rule import (
+    At,
+    Problem,
+    Problems,
+    Rules,
+    idle,
+    is_address,
+    is_served,
+    valid_divisors,
+    value_of,
+)
 from stretto.config.sections.inference import InferenceSection
 
 LOOPBACK = "127.0.0.1"
@@ -264,6 +274,13 @@ def critic(c: RLConfig, at: At) -> Problems:
                 yield Problem((key, place), f"{key.path} {rule}")
 
 
+def teacher(c: RLConfig, at: At) -> Problems:
+    """GPUs of a teacher are for one that the run starts."""
+    if c.teacher_inference is None:
+        keys = ("teacher_gpu_ids", "deployment.num_teacher_gpus")
+        yield from idle(at, keys, "teacher_inference", why="this run starts no teacher")
+
+
 # -- processes that share GPUs --
 
 
@@ -393,6 +410,7 @@ RULES: Rules = {
         nodes,
         nodes_of_engines,
         critic,
+        teacher,
         colocation,
         mapped_memory,
         hosts,

@@ -11,7 +11,7 @@ root; `at` names the section's keys as a user writes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -161,6 +161,11 @@ def of_part(section: Section, part: str) -> At:
 def valid_divisors(number: int, divisor: int) -> str:
     """The divisors of a number, if the given one is none; else ""."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0) if number % divisor else ""
+
+
+def known_models(models: Collection[str], name: str) -> str:
+    """Which frozen models a run has, or how to add the one of this name."""
+    return f"it has {', '.join(models)}" if models else f"add a table [models.{name}]"
 
 
 def is_served(base_url: list[str] | str, engine: InferenceSection, *, is_only: bool) -> bool:

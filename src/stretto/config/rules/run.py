@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from stretto.base.rundir import CHECKPOINT
 from stretto.base.status import STATUS_FD_VAR, SUPERVISED_VAR
 from stretto.config.root import EvalConfig, EvalsConfig, OrchestratorConfig, RLConfig, RunRoot, SFTConfig
-from stretto.config.rules.rule import At, Problem, Problems, Rules, idle
+from stretto.config.rules.rule import At, Problem, Problems, Rules, idle, known_models
 from stretto.config.sections.deployment import ResumeSection
 from stretto.config.sections.distill import ModelLimits
 from stretto.config.sections.inference import InferenceSection
-from stretto.config.sections.orchestrator import OrchestratorKeys, OrchestratorSection, TrainingEvalSection
+from stretto.config.sections.orchestrator import EnvSection, OrchestratorKeys, OrchestratorSection, TrainingEvalSection
 from stretto.config.sections.run import BudgetSection
 from stretto.config.sections.sft import ValSection
 from stretto.config.sections.trainer import TrainerKeys
@@ -161,6 +161,32 @@ def best_is_exported(c: RLConfig, at: At) -> Problems:
             yield Problem((keep, key), f"{rule}; set {key.path} = {steps}, as eval.interval")
 
 
+# -- models beside the policy --
+
+
+def named_models(c: RLConfig, at: At) -> Problems:
+    """What environments call frozen models are models of the run."""
+    yield from _named(c.orchestrator.env, c.models, at, "orchestrator.env")
+    if c.orchestrator.eval is not None:
+        yield from _named(c.orchestrator.eval.env, c.models, at, "orchestrator.eval.env")
+
+
+def named_models_of_eval(c: EvalConfig, at: At) -> Problems:
+    """The same in `eval`."""
+    yield from _named(c.eval.env, c.models, at, "eval.env")
+
+
+def _named(sections: Sequence[EnvSection], models: Collection[str], at: At, path: str) -> Problems:
+    for index, section in enumerate(sections):
+        for name, model in section.models.items():
+            if model not in models:
+                key = at(f"{path}.{index}.models.{name}")
+                yield Problem(key, f"{key}: this run has no such model; {known_models(models, model)}")
+
+
+# -- the budget --
+
+
 def bounded(s: BudgetSection, at: At) -> Problems:
     """A budget bounds something, and a cost has prices."""
     if not s.bounds and not s.prices.is_any:
@@ -197,7 +223,7 @@ def budget_saves(r: RLConfig | SFTConfig, at: At) -> Problems:
 
 RULES: Rules = {
     BudgetSection: (bounded,),
-    RLConfig: (best_is_exported, priced),
+    RLConfig: (best_is_exported, named_models, priced),
     TrainingEvalSection: (scored_evals,),
     ValSection: (stop_can_come,),
     TrainerKeys: (launcher_variables,),
@@ -209,5 +235,5 @@ RULES: Rules = {
     OrchestratorSection: (room_for_evals,),
     SFTConfig: (room_for_evals, something_to_evaluate, priced),
     OrchestratorConfig: (priced,),
-    EvalConfig: (room_for_evals, something_to_evaluate, single_evals),
+    EvalConfig: (named_models_of_eval, room_for_evals, something_to_evaluate, single_evals),
 }

@@ -526,6 +526,11 @@ class OrchestratorKeys(Section):
         """Most rollouts of one task of any environment."""
         return max((env.group_size or self.group_size for env in self.env), default=self.group_size)
 
+    @property
+    def smallest_group(self) -> int:
+        """Fewest rollouts of one task of any environment."""
+        return min((env.group_size or self.group_size for env in self.env), default=self.group_size)
+
     def gates_of(self, env: str) -> dict[str, Gate]:
         """Gates of an environment's groups."""
         return self.curriculum_of(self.env_of(env)).gates

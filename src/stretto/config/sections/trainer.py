@@ -201,7 +201,8 @@ class CkptSection(Section):
     """Neither write nor read the optimizer's state: checkpoints of AdamW have a third of the size, and a resumed run
     begins with a new optimizer."""
     skip_scheduler: bool = False
-    """A resumed run begins its schedule anew: warm-up and decay count from the step of the checkpoint."""
+    """A resumed run begins its schedule anew: warm-up and decay count from the step of the checkpoint. A decay that is
+    longer than the steps that are left after the warm-up takes all of these, from the full rate."""
     skip_dataloader: bool = False
     """A resumed `sft` run reads its data from the beginning; `rl` has no such position."""
 

@@ -67,7 +67,11 @@ class BatchShape:
 
     prompts: int
     group_size: int
+    """Most rollouts of a prompt: environments may have their own numbers."""
     rollouts: int
+    """If each prompt has the most."""
+    fewest_rollouts: int
+    """If each prompt has the fewest."""
     ranks: int
     row_tokens: int
     fewest_micro_batches: int
@@ -80,8 +84,7 @@ class BatchShape:
     """Samples that begin alike stand in one row, and what they begin with is computed once."""
 
     def __str__(self) -> str:
-        few, most = self.fewest_micro_batches, self.most_micro_batches
-        span = f"{few}" if few == most else f"{few} to {most}"
+        span = _span(self.fewest_micro_batches, self.most_micro_batches)
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
         up_to, ends, packed = "", "", "packed"
         if self.shares_prefixes:
@@ -89,10 +92,16 @@ class BatchShape:
         if self.tokens is not None:
             up_to = "up to "
             ends = f"; a batch ends with the group that brings it to {self.tokens} tokens"
+        sizes = _span(self.fewest_rollouts // self.prompts, self.group_size)
+        rollouts = _span(self.fewest_rollouts, self.rollouts)
         return (
-            f"{up_to}{self.prompts} prompts x group of {self.group_size} = {self.rollouts} rollouts = "
+            f"{up_to}{self.prompts} prompts x group of {sizes} = {rollouts} rollouts = "
             f"{ranks} x {span} micro batches (rows of up to {self.row_tokens} tokens, {packed}){ends}"
         )
+
+
+def _span(few: int, most: int) -> str:
+    return f"{few}" if few == most else f"{few} to {most}"
 
 
 @dataclass(frozen=True)
@@ -315,15 +324,18 @@ def eval_config(cfg: RLConfig, run: RunDir) -> EvalConfig:
 
 def batch_shape(cfg: RLConfig) -> BatchShape:
     section, ranks = cfg.orchestrator, cfg.orchestrator.num_train_workers
-    most = math.ceil(section.batch_size / ranks)
+    prompts = section.batch_size // section.group_size
+    rollouts, fewest_rollouts = prompts * section.largest_group, prompts * section.smallest_group
+    most = math.ceil(rollouts / ranks)
     # The shortest rollout that is trained: one prompt token and one sampled token.
-    fewest = math.ceil(2 * section.batch_size / (ranks * cfg.row_tokens))
+    fewest = math.ceil(2 * fewest_rollouts / (ranks * cfg.row_tokens))
     if section.token_batch_size is not None:
         fewest = min(fewest, math.ceil(section.token_batch_size / (ranks * cfg.row_tokens)))
     return BatchShape(
-        prompts=section.batch_size // section.group_size,
-        group_size=section.group_size,
-        rollouts=section.batch_size,
+        prompts=prompts,
+        group_size=section.largest_group,
+        rollouts=rollouts,
+        fewest_rollouts=fewest_rollouts,
         ranks=ranks,
         row_tokens=cfg.row_tokens,
         fewest_micro_batches=fewest,

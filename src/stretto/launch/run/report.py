@@ -28,8 +28,9 @@ from stretto.launch.plan.plan import LaunchPlan, eval_config
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import resume_text
 from stretto.ledger.audit import report_of
+from stretto.ledger.schema import is_damaged
 from stretto.monitors.file import moving_mean, read_metrics
-from stretto.monitors.purse import larger_bound
+from stretto.monitors.purse import Purse, amounts_of_summary, larger_bounds, used_by_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -130,19 +131,17 @@ def next_commands(plan: LaunchPlan) -> list[str]:
         if _has_held_out(plan):
             commands.append(f"{program('eval')} @ {shlex.quote(str(plan.run.config('eval')))}")
         commands.append(f"{program('inference')} --model {shlex.quote(str(plan.run.latest_weights))}")
-    step, budget = plan.run.latest_complete_checkpoint(), _larger_budget(plan)
-    if step and budget is not None:
-        last = f" --max-steps {plan.config.max_steps}" if plan.config.max_steps else ""
-        command = resume_command(plan.run, without=(budget.partition(" ")[0],))
-        commands.append(f"{command}{last} {budget}")
+    step, larger = plan.run.latest_complete_checkpoint(), _larger_budget(plan)
+    last = f" --max-steps {plan.config.max_steps}" if plan.config.max_steps else ""
+    budget, options = " ".join(larger), [words.partition(" ")[0] for words in larger]
+    if step and larger:
+        commands.append(f"{resume_command(plan.run, without=options)}{last} {budget}")
     elif step:
         target = plan.config.max_steps or step
         more = step + max(1, math.ceil(target / 2)) if step >= target else target
         commands.append(f"{resume_command(plan.run)} --max-steps {more}")
-    elif budget is not None:
-        last = f" --max-steps {plan.config.max_steps}" if plan.config.max_steps else ""
-        again = restart_command(plan.run, without=(budget.partition(" ")[0],))
-        commands.append(f"{again} --clean{last} {budget}")
+    elif larger:
+        commands.append(f"{restart_command(plan.run, without=options)} --clean{last} {budget}")
     return commands
 
 
@@ -152,27 +151,36 @@ def _has_held_out(plan: LaunchPlan) -> bool:
     return all(env.id != "dataset" or env.args.get("eval_path") for env in envs)
 
 
-def _larger_budget(plan: LaunchPlan) -> str | None:
-    """The words that raise the bound at which the run has ended; None if no bound has ended it."""
-    reason, budget = read_json(plan.run.summary).get("stopped_because") or "", plan.config.budget
-    bounds = {} if budget is None else budget.bounds
-    ended = [key for key in bounds if str(reason).startswith(f"budget.{key} ")]
-    if not ended:
-        return None
-    used = (read_json(plan.run.summary).get("used") or {}).get(ended[0].removeprefix("max_")) or 0.0
-    return larger_bound(ended[0], max(bounds[ended[0]], used))
+def _larger_budget(plan: LaunchPlan) -> list[str]:
+    """The words that raise the bounds that the run has reached, with which alone it can go on; none if it has not."""
+    budget, summary = plan.config.budget, read_json(plan.run.summary)
+    if budget is None:
+        return []
+    by_metrics = used_by_metrics(plan.run.metrics("orchestrator"))  # a run that failed wrote no summary
+    amounts = Purse(budget, by_metrics).amounts(by_metrics)
+    amounts = {key: max(amounts[key], amount) for key, amount in amounts_of_summary(summary).items()}
+    reason = str(summary.get("stopped_because") or "")
+    ended = [key for key in budget.bounds if reason.startswith(f"budget.{key} ")]
+    return larger_bounds(budget.bounds, amounts, also=ended)
 
 
 def _how_to_continue(plan: LaunchPlan) -> str:
     step = plan.run.latest_complete_checkpoint()
     if step:
         keep = f" --max-steps {plan.config.max_steps}" if plan.config.max_steps else ""
-        keep += f" {budget}" if (budget := _larger_budget(plan)) is not None else ""
-        text = f"continue from step {step}:\n  {resume_command(plan.run)}{keep}"
+        larger = _larger_budget(plan)
+        command = resume_command(plan.run, without=[words.partition(" ")[0] for words in larger])
+        keep += "".join(f" {words}" for words in larger)
+        text = f"continue from step {step}:\n  {command}{keep}"
+        if is_damaged(plan.run.ledger):
+            aside = f"{shlex.quote(str(plan.run.path))}/damaged"
+            files = f"{shlex.quote(str(plan.run.ledger))}*"
+            text = f"the ledger is damaged; move it aside, and continue from step {step} without it:\n"
+            return text + f"  mkdir -p {aside} && mv {files} {aside}/\n  {command}{keep}"
         resume, before = plan.config.resume, [s for s in plan.run.complete_checkpoints() if s < step]
         if resume is not None and resume.dir is None and resume.step == step and before:
             text += "\nif that checkpoint is the reason, from the one before it:"
-            text += f"\n  {resume_command(plan.run)}.step {before[-1]}{keep}"
+            text += f"\n  {command}.step {before[-1]}{keep}"
         return text
     again = f"{restart_command(plan.run, keeps_resume=True)} --clean"
     if plan.config.max_steps:

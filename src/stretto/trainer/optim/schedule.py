@@ -11,7 +11,8 @@ def learning_rate(step: int, peak: float, cfg: Scheduler, max_steps: int | None)
     """Learning rate of step `step`, counted from 1.
 
     Warm-up rises linearly from 0 and reaches the peak at step `warmup_steps`. Decay starts from the peak and would
-    reach min_lr one step after max_steps, so no step is wasted at either end. Without max_steps there is no decay.
+    reach min_lr one step after max_steps, so no step is wasted at either end. A decay that is longer than the steps
+    after the warm-up, as one of a schedule that began anew may be, takes all of these. Without max_steps there is none.
     """
     assert step >= 1, f"steps are counted from 1, got {step}"
     warmup = num_steps(cfg.warmup_steps, max_steps)
@@ -25,8 +26,10 @@ def _after_warmup(step: int, peak: float, cfg: Scheduler, max_steps: int | None,
         case ConstantScheduler():
             return peak
         case LinearScheduler():
-            decay = num_steps(cfg.decay_steps, max_steps)
-            if max_steps is None or not decay:
+            if max_steps is None:
+                return peak
+            decay = min(num_steps(cfg.decay_steps, max_steps), max_steps - warmup)
+            if decay <= 0:
                 return peak
             done = (step - 1 - (max_steps - decay)) / decay
             return peak + (cfg.min_lr - peak) * _unit(done)
