@@ -17,6 +17,9 @@ import syntax
 
 import stretto
 from stretto import addons
+from stretto.base.errors import ConfigError
+from stretto.check.add_ons import check_add_ons
+from stretto.config.root import SFTConfig
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "without.py"))
@@ -87,6 +90,17 @@ def test_python_has_no_name_whose_add_on_is_not_installed(monkeypatch: pytest.Mo
     assert not hasattr(stretto, "rl") and "rl" not in dir(stretto)
     with pytest.raises(AttributeError, match="needs the add-on stretto_gone"):
         stretto.rl  # noqa: B018
+
+
+def test_a_config_of_a_verb_whose_add_on_is_missing_is_refused_by_all_that_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`plan`, `doctor` and clusters read configs of `sft`, too."""
+    cfg = SFTConfig.model_validate({"data": {"type": "file", "name": "a.jsonl"}, "max_steps": 1})
+    check_add_ons(cfg)
+    monkeypatch.setitem(addons._found()[CONFIG_VERBS], "sft", "stretto_gone:SFT")
+    with pytest.raises(ConfigError, match=r"`sft` needs the add-on stretto_gone, which is not installed"):
+        check_add_ons(cfg)
 
 
 def test_the_entry_points_of_an_installation_are_those_that_importlib_finds(tmp_path: Path) -> None:
