@@ -59,7 +59,12 @@ TESTS = {
         "tests/e2e/service",
         "tests/tenant_runs.py",
     ),
-    "sft": ("tests/e2e/test_sft_evals.py", "tests/e2e/test_sft_ranks.py"),
+    "sft": (
+        "tests/addons/plan/test_sft_plan.py",
+        "tests/addons/vime/test_fine_tuning.py",
+        "tests/e2e/test_sft_evals.py",
+        "tests/e2e/test_sft_ranks.py",
+    ),
     "view": ("tests/e2e/test_page_in_browser.py",),
     "vime": (
         "tests/cases/vime.py",

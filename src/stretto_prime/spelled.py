@@ -13,10 +13,13 @@ from enum import Enum
 from pathlib import Path
 
 from stretto.config.describe import ROOTS
+from stretto.config.root import RunRoot, SFTConfig
 from stretto.config.section import Found, Section, dotted, find, show
 from stretto.config.spelling import NO_DEFAULT, Instead, Row, Table
 from stretto_prime.table import PARTS
 
+WITH_TABLES: dict[str, type[RunRoot]] = {"sft": SFTConfig} | ROOTS
+"""The class of a verb's config, by verb, also where no add-on has `sft`."""
 TITLES = ("The run", "The trainer", "The orchestrator", "Inference", "`sft`, `evals`, `env-server`")
 
 
@@ -78,7 +81,7 @@ def _entry(table: Table, row: Row) -> Entry:
     if row.ours == "":
         return Entry(table, row, State.IDLE, "", None)
     written = ".".join(filter(None, (table.path, row.theirs.replace("*", "NAME"))))
-    found = follow(ROOTS[table.verb], written)
+    found = follow(WITH_TABLES[table.verb], written)
     ours = re.sub(r"\.0(?=\.|$)", "", dotted((*found.path, *found.rest)))
     theirs = re.sub(r"\.0(?=\.|$)", "", written)
     default = found.key.default_text() if found.is_known and not found.key.item_sections else None

@@ -20,9 +20,10 @@ import stretto.vime.functions
 from stretto import addons
 from stretto.base.errors import ConfigError
 from stretto.base.foreign import load_module
+from stretto.check.add_ons import check_add_ons
 from stretto.config.load import load
 from stretto.config.lookup import unread
-from stretto.config.root import RLConfig
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.envs.base import load_environment
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +138,17 @@ def test_an_unknown_environment_says_whose_tasksets_are_not_played_here(
     for name in ("owner/nobodys-tasks", "owner/tasks-of-theirs"):
         with pytest.raises(ConfigError, match=r"\(tasksets of theirs need the add-on stretto_gone, which is not in"):
             load_environment(name, {})
+
+
+def test_a_config_of_a_verb_whose_add_on_is_missing_is_refused_by_all_that_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`plan`, `doctor` and clusters read configs of `sft`, too."""
+    cfg = SFTConfig.model_validate({"data": {"type": "file", "name": "a.jsonl"}, "max_steps": 1})
+    check_add_ons(cfg)
+    monkeypatch.setitem(addons._found()[CONFIG_VERBS], "sft", "stretto_gone:SFT")
+    with pytest.raises(ConfigError, match=r"`sft` needs the add-on stretto_gone, which is not installed"):
+        check_add_ons(cfg)
 
 
 def test_the_entry_points_of_an_installation_are_those_that_importlib_finds(tmp_path: Path) -> None:

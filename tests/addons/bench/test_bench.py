@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto import cli
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
@@ -91,6 +92,7 @@ def test_phases_are_over_the_rows_that_have_them() -> None:
 
 
 @pytest.mark.slow
+@needs("sft")
 def test_sft_is_benched_and_its_first_step_dropped(model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["--model.name", str(model), "--data.name", "unused.jsonl", "--batch-size", "4", "--seq-len", "64"]
@@ -113,7 +115,7 @@ def test_adapters_have_no_gradients_of_the_weights_they_stand_beside(model: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("verb", ["sft", "inference"])
+@pytest.mark.parametrize("verb", [pytest.param("sft", marks=needs("sft")), "inference"])
 def test_what_was_started_ends_with_the_bench(verb: str, number: int, model: Path, tmp_path: Path) -> None:
     found = pytest.importorskip("stretto_doctor.stacks")
     below, processes = found.below, found.processes
@@ -165,7 +167,7 @@ def test_rl_and_inference_are_benched(model: Path, tmp_path: Path, monkeypatch, 
     "verb, words, text",
     [
         ("eval", ["--bench"], "cannot be benched"),
-        ("sft", ["--bench.steps", "1"], "2 or more"),
+        pytest.param("sft", ["--bench.steps", "1"], "2 or more", marks=needs("sft")),
         ("inference", ["--engine", "embedded", "--bench", "--bench.prompt-tokens", "500"], "the engine takes 512"),
         (
             "rl",

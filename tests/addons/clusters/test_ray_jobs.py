@@ -97,7 +97,7 @@ def test_trainer_and_rollout_gpus_add_up(tmp_path: Path) -> None:
     assert [bundle.claims for bundle in plan_bundles(load(RLConfig, shared))] == [{"CPU": 2, "GPU": 2}]
 
 
-@needs("routers", "vllm")
+@needs("routers", "sft", "vllm")
 def test_sft_and_inference_are_placed_too(tmp_path: Path) -> None:
     (tmp_path / "sft.toml").write_text(SFT + "cpus_per_node = 3\n")
     cfg = load(SFTConfig, ["@", str(tmp_path / "sft.toml"), "--trainer-gpu-ids", "0,1"])
@@ -233,7 +233,7 @@ def test_a_machine_that_cannot_write_the_log_says_so(tmp_path: Path) -> None:
     assert said.startswith(f"cannot write {tmp_path}/gone/node_0.log as user ") and "No such file" in said
 
 
-@needs("routers", "vllm")
+@needs("routers", "sft", "vllm")
 def test_a_dry_run_shows_the_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sft.toml").write_text(SFT)
     words = ["@", str(tmp_path / "sft.toml"), "--output-dir", str(tmp_path), "--dry-run"]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from cases.config import complaints
+from processes.add_ons import skip_without_verb
 
 from stretto import cli
 from stretto.base import secret
@@ -246,6 +247,7 @@ def test_a_wrong_start_is_one_message(
     place: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, message = (text.replace("PORT", str(place)) for text in STARTS[name])
+    skip_without_verb(words.split()[0])
     for variable, value in ENV.get(name, {}).items():
         monkeypatch.setenv(variable, value)
     assert cli.main(words.split()) == 2

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
+from processes.add_ons import needs
 
 from stretto.config.load import load
 from stretto.config.root import RLConfig, SFTConfig
@@ -191,6 +192,7 @@ def test_large_batches_are_simulated_for_fewer_steps(tmp_path) -> None:
 
 
 @pytest.mark.heavy
+@needs("sft")
 def test_proposals_for_sft_keep_their_promise(tmp_path) -> None:
     config = {"data": {"type": "environment", "id": "sort-letters"}, "seq_len": 4096, "max_steps": 9}
     config |= {"model": {"ac": {}}, "deployment": {"num_train_gpus": 8}}

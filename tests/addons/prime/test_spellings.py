@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
-from stretto.config.describe import ROOTS, help_text
+from stretto.config.describe import help_text
 from stretto.config.load import load
 from stretto.config.lookup import rows_of
 from stretto.config.root import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
@@ -16,7 +17,7 @@ from stretto.config.sections.orchestrator import ClientSection
 from stretto.launch.plan.engines import plan_engines
 from stretto.orchestrator.clients import headers_of
 from stretto.orchestrator.main import build_bounds
-from stretto_prime.spelled import Entry, State, entries, follow, markdown
+from stretto_prime.spelled import WITH_TABLES, Entry, State, entries, follow, markdown
 from stretto_prime.table import TABLES
 
 ROOT = Path(__file__).parents[3]
@@ -58,7 +59,7 @@ def test_a_key_leads_to_one_of_ours_or_says_what_to_write():
 
 def leads_somewhere(entry: Entry) -> bool:
     written = ".".join(filter(None, (entry.table.path, entry.row.theirs.replace("*", "NAME"))))
-    found = follow(ROOTS[entry.table.verb], written)
+    found = follow(WITH_TABLES[entry.table.verb], written)
     is_item = not found.rest and isinstance(found.path[-1], int)
     return found.is_known or is_item or (found.key is not None and (found.key.is_free_table or found.key.is_list))
 
@@ -72,8 +73,10 @@ def test_names_of_ours_are_no_names_of_others():
 
 
 def test_every_table_is_of_a_section_that_exists():
-    sections = {section.__name__ for root in ROOTS.values() for _, section, _ in all_paths(root)}
-    above = {parent.__name__ for root in ROOTS.values() for _, cls, _ in all_paths(root) for parent in cls.__mro__}
+    sections = {section.__name__ for root in WITH_TABLES.values() for _, section, _ in all_paths(root)}
+    above = {
+        parent.__name__ for root in WITH_TABLES.values() for _, cls, _ in all_paths(root) for parent in cls.__mro__
+    }
     assert {table.section for table in TABLES} - {""} <= sections | above
     assert all(rows_of(name) is not None for name in sections)
 
@@ -246,6 +249,7 @@ def sft_data(tmp_path, lines: str) -> list[str]:
     return [*data.sources, data.probabilities]
 
 
+@needs("sft")
 def test_subsets_and_sources_of_sft_are_data_sets_of_the_hub(tmp_path):
     two = ["A/B:x[train]", "A/B:y[test]"]
     assert sft_data(tmp_path, 'name = "A/B"\nsubsets = ["x", "y"]\nsplits = ["train", "test"]') == [*two, "equal"]
@@ -421,4 +425,4 @@ def test_top_k_of_a_request_is_trained_as_it_was_sampled(tmp_path):
     ],
 )
 def test_help_knows_the_words_of_prime_rl(verb: str, word: str, line: str) -> None:
-    assert line in " ".join(help_text(verb, ROOTS[verb], word, width=400).split())
+    assert line in " ".join(help_text(verb, WITH_TABLES[verb], word, width=400).split())

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto import cli
 from stretto_start import demo as demos
@@ -32,6 +33,7 @@ def test_an_example_that_is_not_there_is_one_message(capsys: pytest.CaptureFixtu
     assert "there is no example 'gsm9k'; choose " in message and "sort_letters" in message
 
 
+@needs("sft")
 def test_both_stages_are_run_with_the_given_keys_and_a_failure_ends_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

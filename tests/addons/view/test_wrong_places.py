@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from fakes import FakeEngine, FakeTrainer, parrot
 from orchestrator_runs import config, train
+from processes.add_ons import needs
 
 from stretto.cli import main
 
 pytestmark = pytest.mark.heavy
 
+SFT = pytest.param("sft", marks=needs("sft"))
 GARBAGE = bytes(range(256)) * 4
 CONTENTS = {"empty": b"", "binary": GARBAGE, "list": b"[1, 2]", "object": b'{"step": "x"}', "directory": None}
 
@@ -127,7 +129,7 @@ WRONG_FILES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("verb", ["rl", "sft", "eval", "inference", "trainer", "orchestrator"])
+@pytest.mark.parametrize("verb", ["rl", SFT, "eval", "inference", "trainer", "orchestrator"])
 @pytest.mark.parametrize("name", WRONG_FILES)
 def test_what_is_no_configuration_is_named(
     verb: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -137,7 +139,7 @@ def test_what_is_no_configuration_is_named(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("verb", ["rl", "sft", "eval", "inference", "trainer", "orchestrator"])
+@pytest.mark.parametrize("verb", ["rl", SFT, "eval", "inference", "trainer", "orchestrator"])
 def test_an_empty_configuration_says_what_is_missing(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,7 +148,7 @@ def test_an_empty_configuration_says_what_is_missing(
 
 
 @pytest.mark.parametrize("words", [[], ["a", "b"], ["--nonsense"], [""]], ids=lambda words: " ".join(words) or "none")
-@pytest.mark.parametrize("verb", ["show", "rollouts", "runs", "view", "plot", "init", "rl", "sft", "eval"])
+@pytest.mark.parametrize("verb", ["show", "rollouts", "runs", "view", "plot", "init", "rl", SFT, "eval"])
 def test_words_that_no_verb_takes_are_refused(
     verb: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,7 +166,7 @@ def test_a_project_is_not_written_where_it_cannot(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-@pytest.mark.parametrize("verb", ["rollouts", "plot", "rl", "sft"])
+@pytest.mark.parametrize("verb", ["rollouts", "plot", "rl", SFT])
 def test_what_must_not_be_read_is_named(
     verb: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
