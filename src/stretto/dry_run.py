@@ -49,7 +49,7 @@ from stretto.monitors.purse import Purse, Used, used_by_metrics
 from stretto.orchestrator.dry_run import FirstTask, preview, shorter_by_phrases
 from stretto.orchestrator.lengths import Limit, limits_of, smallest
 from stretto.orchestrator.servers import ask, servers_of
-from stretto.orchestrator.state.resume import used_before
+from stretto.orchestrator.state.resume import starting_point, used_before
 from stretto.orchestrator.state.run_checkpoint import Progress
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def rl(cfg: RLConfig) -> str:
     plan, directory = plan_only(cfg)
     beside = engines_beside(cfg)
     player = beside.with_names(cfg).orchestrator_config()
+    starting_point(player)  # raises: the orchestrator's half of the checkpoint is damaged
     tasks, missing, renderer = preview(player, limits_of(cfg))
     models = [*_model(cfg.model, missing), *_renderer(renderer), *_other_models(cfg), *_weights(cfg)]
     models += [("engine", text) for text in foreign_engines(cfg)]

@@ -63,7 +63,8 @@ def write_state(place: Path, model: Path, run: RunDir) -> None:
 
     Raises: DataError if a state is missing, or has another shape than the weight.
     """
-    from stretto.trainer.state.checkpoint import SCHEMA, finish_directory
+    from stretto.check.checkpoint import SCHEMA
+    from stretto.trainer.state.checkpoint import finish_directory
 
     check_state(place, model)
     cfg = hub.load_config(model, may_be_quantized=True)

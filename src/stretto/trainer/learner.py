@@ -422,7 +422,7 @@ class Learner:
             parts["rng.cpu"] = TensorSlice.whole(torch.get_rng_state())
             if self.mesh.device.type == "cuda":
                 parts["rng.cuda"] = TensorSlice.whole(torch.cuda.get_rng_state(self.mesh.device))
-        values = {"step": self.step, "optim": self._optim.type, "schedule_start": self._schedule_start}
+        values: dict[str, Any] = {"step": self.step, "optim": self._optim.type, "schedule_start": self._schedule_start}
         info = self.adapter_info()
         values |= {"adapter_scaling": None if info is None else info.scaling, "has_critic": self.valuer is not None}
         return LearnerState(parts, values)

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from stretto.base.errors import ConfigError, DataError, StrettoError, boundary
+from stretto.check.checkpoint import SCHEMA
 from stretto.config.sections.model import LoRASection, ModelSection
 from stretto.models import hub
 from stretto.models.hf import Policy
@@ -27,7 +28,7 @@ from stretto.trainer.parallel.precision import apply_fp8
 from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise
 from stretto.trainer.publish.export import new_directory
 from stretto.trainer.ranks.mesh import Mesh
-from stretto.trainer.state.checkpoint import SCHEMA, SavedState, write_directory
+from stretto.trainer.state.checkpoint import SavedState, write_directory
 from stretto.transports.weights.filesystem import describe_files
 from stretto_service.tenants.checks import read_spec
 from stretto_service.tenants.full import BaseWeights, FullTenant
