@@ -39,7 +39,7 @@ from stretto.monitors.purse import Purse, Used
 from stretto.orchestrator.dry_run import FirstTask, preview
 from stretto.orchestrator.lengths import limits_of
 from stretto.orchestrator.servers import ask, servers_of
-from stretto.orchestrator.state.resume import used_before
+from stretto.orchestrator.state.resume import starting_point, used_before
 from stretto.orchestrator.state.run_checkpoint import Progress
 from stretto.transports.meeting import WIRES, at_all_addresses, moved_ports
 
@@ -69,6 +69,7 @@ def rl(cfg: RLConfig) -> str:
     plan, directory = plan_only(cfg)
     beside = engines_beside(cfg)
     player = beside.with_names(cfg).orchestrator_config()
+    starting_point(player)  # raises: the orchestrator's half of the checkpoint is damaged
     tasks, missing, renderer = preview(player, limits_of(cfg))
     models = [*model_rows(cfg.model, missing), *renderer_rows(renderer), *_other_models(cfg), *weight_rows(cfg)]
     models += [("engine", text) for text in foreign_engines(cfg)]

@@ -13,7 +13,7 @@ import pytest
 from processes import forked
 from processes.add_ons import needs
 
-from stretto.base.errors import ConfigError, EnvError
+from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.check.code import check_user_code
 from stretto.check.models import check_model
@@ -264,3 +264,16 @@ def test_an_import_that_hangs_is_named_and_ctrl_c_ends_it(tmp_path):
     assert "orchestrator.hooks.sample_filter = 'hanging_hooks:mark': the import of hanging_hooks: not" in message
     assert f"{tmp_path / 'hanging_hooks.py'}:2" in message
     assert (rl.returncode, output, rest) == (130, "", "interrupted\n")
+
+
+@pytest.mark.heavy
+def test_a_checkpoint_whose_orchestrators_half_is_damaged_is_refused(tmp_path):
+    part = tmp_path / "run" / "checkpoints" / "step_2" / "trainer"
+    part.mkdir(parents=True)
+    (part / "state.json").write_text(json.dumps({"schema": 2, "num_bytes": {}, "cursor": {}, "optim": "adamw"}))
+    (part.parent / "orchestrator.json").write_text('{"step": 2, ')
+    (part.parent / "COMPLETE").touch()
+    words = ["--orchestrator.env.0.id", "sort-letters", "--max-steps", "4", "--resume"]
+    cfg = load(RLConfig, [*words, "--output-dir", str(tmp_path), "--run.name", "run"])
+    with pytest.raises(DataError, match=r"step_2/orchestrator\.json: .*--clean"):
+        SCREENS["rl"](cfg)
