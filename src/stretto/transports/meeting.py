@@ -85,7 +85,7 @@ def moved_ports(before: OrchestratorConfig, now: OrchestratorConfig) -> list[str
     return [f"{key}.port is {port}, since {first} is taken on this machine" for key, first, port in moved]
 
 
-def _at_free_port(wire: Any, claims: PortClaims) -> Section:
+def _at_free_port(wire: Any, claims: PortClaims) -> Any:
     """The wire's section at the first free port from its default one on; unchanged if the user gave the port."""
     if not hasattr(wire, "port") or "port" in wire.model_fields_set:
         return wire

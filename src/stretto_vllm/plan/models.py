@@ -108,9 +108,10 @@ class ServedModel:
         most, positions = section.max_model_len, self.config.get("max_position_embeddings")
         scaling = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        is_known = isinstance(positions, int) and isinstance(kind, str) and kind in PLAIN_POSITIONS
+        if most is None or not isinstance(positions, int) or kind not in PLAIN_POSITIONS:
+            return
         is_let = "1" in (section.env_vars.get(LONGER), os.environ.get(LONGER)) or "hf_overrides" in section.vllm_extra
-        if is_known and most is not None and most > positions and not is_let and "model_max_length" not in self.config:
+        if most > positions and not is_let and "model_max_length" not in self.config:
             raise ConfigError(
                 f"inference.max_model_len = {most}: {self.directory / 'config.json'} has {positions} positions "
                 "(max_position_embeddings), and vLLM does not start with more; give at most as many, or a config.json "
