@@ -108,7 +108,8 @@ class ServedModel:
         most, positions = section.max_model_len, self.config.get("max_position_embeddings")
         scaling = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if most is None or not isinstance(positions, int) or kind not in PLAIN_POSITIONS:
+        is_of_layers = any(isinstance(value, dict) for value in scaling.values())  # each kind of layer has its own
+        if most is None or not isinstance(positions, int) or kind not in PLAIN_POSITIONS or is_of_layers:
             return
         is_let = "1" in (section.env_vars.get(LONGER), os.environ.get(LONGER)) or "hf_overrides" in section.vllm_extra
         if most > positions and not is_let and "model_max_length" not in self.config:
