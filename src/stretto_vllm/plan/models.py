@@ -108,9 +108,11 @@ class ServedModel:
         most, positions = section.max_model_len, self.config.get("max_position_embeddings")
         scaling = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        is_plain = isinstance(kind, str) and kind in PLAIN_POSITIONS and "model_max_length" not in self.config
+        is_of_layers = any(isinstance(value, dict) for value in scaling.values())  # each kind of layer has its own
+        if most is None or not isinstance(positions, int) or kind not in PLAIN_POSITIONS or is_of_layers:
+            return
         is_let = "1" in (section.env_vars.get(LONGER), os.environ.get(LONGER)) or "hf_overrides" in section.vllm_extra
-        if is_plain and most is not None and isinstance(positions, int) and most > positions and not is_let:
+        if most > positions and not is_let and "model_max_length" not in self.config:
             raise ConfigError(
                 f"inference.max_model_len = {most}: {self.directory / 'config.json'} has {positions} positions "
                 "(max_position_embeddings), and vLLM does not start with more; give at most as many, or a config.json "
