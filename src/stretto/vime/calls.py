@@ -13,6 +13,8 @@ from stretto.base.foreign import definition_of, error_location, error_text, guar
 
 REWARD_FORM = "; write `def reward(args, sample)` and return a number: sample.response is the reply"
 """How a reward is written, for `Hook.load`."""
+_METADATA = "; name the columns that `metadata` shall have: args.metadata_key = [...]"
+"""For a key that the metadata of a sample lacks."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ class Hook:
             return self.function(*args, **kwargs)
 
     def _describe(self, cause: BaseException) -> str:
-        return f"{self._location(cause)}: {error_text(cause)}"
+        frames = traceback.extract_tb(cause.__traceback__)
+        hint = _METADATA if isinstance(cause, KeyError) and ".metadata" in (frames[-1].line or "") else ""
+        return f"{self._location(cause)}: {error_text(cause)}{hint}"
 
     def _location(self, cause: BaseException) -> str:
         """The line in the user's file, and the line outside of it that raised, if that is another."""
