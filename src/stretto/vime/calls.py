@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.base.errors import ConfigError, EnvError
-from stretto.base.foreign import definition_of, error_location, error_text, guarded, load_object
+from stretto.base.foreign import definition_of, error_location, error_text, guarded, import_place, load_object
 
 REWARD_FORM = "; write `def reward(args, sample)` and return a number: sample.response is the reply"
 """How a reward is written, for `Hook.load`."""
@@ -92,7 +92,11 @@ class Hook:
 
     def _location(self, cause: BaseException) -> str:
         """The line in the user's file, and the line outside of it that raised, if that is another."""
-        last, code = error_location(cause), getattr(inspect.unwrap(self.function), "__code__", None)
+        function = inspect.unwrap(self.function)
+        last, code = error_location(cause), getattr(function, "__code__", None)
+        if str(getattr(function, "__module__", "")).startswith("stretto_"):  # an add-on's, around that of the user
+            own = import_place(cause)
+            return last if own == last else f"{own} (in {last})"
         frames = traceback.extract_tb(cause.__traceback__)
         in_user_file = [
             f"{f.filename}:{f.lineno}" for f in frames if code is not None and f.filename == code.co_filename
