@@ -119,7 +119,8 @@ def init(words: Sequence[str]) -> int:
     name = parser.parse_args(list(words)).directory
     directory = Path(name)
     try:
-        if not name or (directory.exists() and (not directory.is_dir() or any(directory.iterdir()))):
+        place = directory.resolve()  # `new/..` is the directory itself
+        if not name or (place.exists() and (not place.is_dir() or any(place.iterdir()))):
             what = "is a file" if Path(name).is_file() else "is there and not empty"
             raise ConfigError(f"stretto init: {name!r} {what}; name a new directory.")
         directory.mkdir(parents=True, exist_ok=True)

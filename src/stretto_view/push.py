@@ -60,7 +60,7 @@ def find_weights(run: RunDir) -> Path:
     if not (weights / "config.json").is_file():
         raise ConfigError(
             f"{run}: no weights to upload (there is no {run.latest_weights}); a run writes them at its end, and with "
-            "trainer.ckpt.weights.interval before that"
+            "ckpt.weights.interval before that"
         )
     return weights
 

@@ -259,8 +259,8 @@ def _log_first(where: str, error: BaseException) -> None:
     key = (type(error), error_location(error))
     if key not in _logged and len(_logged) < _MAX_LOGGED:
         _logged.add(key)
-        text = "%s: the first %s at this place; the log has its traceback"
-        logger.warning(text, where, type(error).__name__, exc_info=error)
+        text = "%s: %s; rollouts that meet it fail, this is the first; the log has its traceback"
+        logger.warning(text, where, describe_error_briefly(error).replace("\n", " "), exc_info=error)
 
 
 @contextmanager

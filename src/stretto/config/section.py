@@ -427,7 +427,7 @@ def suggest(cls: type[Section], path: KeyPath, here: type[Section] | None = None
     for meant in (tuple(key.split(".")) for key in keys_meant(dotted((*level, name)))):
         place = find(cls, meant)
         if place.is_known or (place.key is not None and place.key.is_free_table):
-            return [meant]
+            return [(*path[:-1], meant[-1])] if meant[:-1] == level else [meant]
     around = [here] if here else [section for each, section in known if each[:-1] == level]
     beside = [each for section in around for each in spellings(section)]
     begun = {each for each in beside if each.startswith(name)} if len(name) >= _BEGUN else set()
@@ -435,6 +435,8 @@ def suggest(cls: type[Section], path: KeyPath, here: type[Section] | None = None
         return [(*path[:-1], *begun)]
     if near := difflib.get_close_matches(name, beside, n=1):
         return [(*path[:-1], near[0])]
+    if any({"id", "args"} <= set(keys(section)) for section in around):  # an argument of the environment
+        return [(*path[:-1], "args", name)]
     whole = [each for each, _ in known if each[-len(path) :] == (*level, name)]
     known = [(each, section) for each, section in known if "0" not in each]
     same = [each for each, _ in known if each[-1] == name]

@@ -73,7 +73,9 @@ ref_model reference_model sync_ref_model -> model.name
 vllm_tensor_parallel_size -> inference.parallel.tp
 vllm_max_model_length vllm_max_model_len -> inference.max_model_len
 rollout_num_gpus -> deployment.num_infer_gpus
-actor_num_gpus_per_node nproc_per_node n_gpus_per_node -> deployment.num_train_gpus
+actor_num_gpus_per_node nproc_per_node n_gpus_per_node num_gpus world_size -> deployment.num_train_gpus
+num_ranks -> deployment.num_train_gpus
+orchestrator.env.0.weight orchestrator.env.0.sampling_ratio orchestrator.env.0.share -> orchestrator.env.0.ratio
 bf16 fp16 torch_dtype -> model.dtype
 gradient_checkpointing recompute -> model.ac
 lora_r lora_rank r -> model.lora.rank

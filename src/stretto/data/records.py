@@ -166,10 +166,11 @@ def files_of(path: Path, setting: str) -> list[Path]:
 
 def _how_to_convert(path: Path) -> str:
     """A command that makes a .jsonl file of one with another suffix; "" if there is none."""
+    file = "open(sys.argv[1], encoding='utf-8-sig', newline='')"  # as Excel writes it, too
     read = {
-        ".csv": "csv.DictReader(open(sys.argv[1]))",
-        ".tsv": "csv.DictReader(open(sys.argv[1]), delimiter=chr(9))",
-        ".json": "json.load(open(sys.argv[1]))",
+        ".csv": f"csv.DictReader({file}, delimiter='{_separator_of(path)}')",
+        ".tsv": f"csv.DictReader({file}, delimiter=chr(9))",
+        ".json": f"json.load({file})",
     }.get(path.suffix.lower())
     unpack = {".gz": "gunzip -k", ".zst": "unzstd", ".zip": "unzip", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
     if path.suffix.lower() in unpack:
@@ -179,6 +180,16 @@ def _how_to_convert(path: Path) -> str:
     code = f"import csv, json, sys; [print(json.dumps(row)) for row in {read}]"
     old, new = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".jsonl")))
     return f' To make one of it: python -c "{code}" {old} > {new}'
+
+
+def _separator_of(path: Path) -> str:
+    """What separates the columns of a .csv file: a semicolon where its first line has no comma, but semicolons."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            first = file.readline(10_000)
+    except OSError:
+        return ","
+    return ";" if ";" in first and "," not in first else ","
 
 
 PACKED = {

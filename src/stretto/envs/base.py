@@ -377,9 +377,13 @@ def load_environment(
     try:
         signature.bind(**args)
     except TypeError as cause:
+        import difflib
+
         parameters = [str(p.replace(annotation=p.empty)) for n, p in signature.parameters.items() if n != "source"]
         known = ", ".join(parameters) or "none"
-        way = "Change `args`."
+        wrong = next((name for name in args if name not in signature.parameters), "")
+        near = difflib.get_close_matches(wrong, signature.parameters, n=1)
+        way = f"Did you mean {near[0]!r}?" if near else "Change `args`."
         if inspect.isfunction(factory) and find.path_of(env_id) is None:
             way += f' A reward function is no environment: id = "dataset", args = {{ path = ..., reward = "{env_id}" }}'
         raise ConfigError(f"environment {env_id!r}: {cause}; its arguments are {known}. {way}") from cause

@@ -393,6 +393,8 @@ def has_entries(reward: str) -> bool:
 
 def _keys_of(record: Mapping[str, Any], missing: str) -> str:
     """For messages: the keys of a record, and the one that is most like the missing key."""
+    if missing in record:
+        return "it is null: give it a value in every record, or remove this one"
     near = difflib.get_close_matches(missing, record, n=1)
     meant = f"did you mean {near[0]!r}?" if near else "name one of them"
     first, dot, rest = missing.partition(".")

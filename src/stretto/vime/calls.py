@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.base.errors import ConfigError, EnvError
-from stretto.base.foreign import definition_of, error_location, error_text, guarded, load_object
+from stretto.base.foreign import definition_of, error_location, error_text, guarded, import_place, load_object
 
 REWARD_FORM = "; write `def reward(args, sample)` and return a number: sample.response is the reply"
 """How a reward is written, for `Hook.load`."""
+_METADATA = "; name the columns that `metadata` shall have: args.metadata_key = [...]"
+"""For a key that the metadata of a sample lacks."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,17 @@ class Hook:
             return self.function(*args, **kwargs)
 
     def _describe(self, cause: BaseException) -> str:
-        return f"{self._location(cause)}: {error_text(cause)}"
+        frames = traceback.extract_tb(cause.__traceback__)
+        hint = _METADATA if isinstance(cause, KeyError) and ".metadata" in (frames[-1].line or "") else ""
+        return f"{self._location(cause)}: {error_text(cause)}{hint}"
 
     def _location(self, cause: BaseException) -> str:
         """The line in the user's file, and the line outside of it that raised, if that is another."""
-        last, code = error_location(cause), getattr(inspect.unwrap(self.function), "__code__", None)
+        function = inspect.unwrap(self.function)
+        last, code = error_location(cause), getattr(function, "__code__", None)
+        if str(getattr(function, "__module__", "")).startswith("stretto_"):  # an add-on's, around that of the user
+            own = import_place(cause)
+            return last if own == last else f"{own} (in {last})"
         frames = traceback.extract_tb(cause.__traceback__)
         in_user_file = [
             f"{f.filename}:{f.lineno}" for f in frames if code is not None and f.filename == code.co_filename

@@ -72,6 +72,16 @@ class Sample:
     custom_rm_path: str | None = None
     """Function that rewards this sample instead of its environment's."""
 
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is no attribute: say what is.
+
+        Raises: AttributeError always.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = ", ".join(self.__dict__)
+        raise AttributeError(f"a sample has no {name!r}; it has {known}. Columns of a record are in its metadata")
+
     def to_dict(self) -> dict[str, Any]:
         """All fields, and further attributes that were set, as plain values."""
         return {**self.__dict__, "status": self.status.value}

@@ -27,6 +27,7 @@ from stretto.base.errors import ConfigError, DataError, EngineError, StrettoErro
 from stretto.base.ports import refusal_of
 from stretto_view.page import chat, conversation, export, routes
 from stretto_view.page.library import Library, OpenRun
+from stretto_view.page.query import check_names
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def build(library: Library, token: str = "", *, has_chat: bool = False) -> web.A
     app.router.add_post("/api/run/{run}/chat/start", _chat_start)
     app.router.add_post("/api/run/{run}/chat", _chat_reply)
     for name, route in routes.PER_RUN.items():
-        app.router.add_get(f"/api/run/{{run}}/{name}", _answering(route.answer))
+        app.router.add_get(f"/api/run/{{run}}/{name}", _answering(route))
     for name, file in export.FILES.items():
         app.router.add_get(f"/api/run/{{run}}/{name}", _sending(name, file))
     return app
@@ -113,7 +114,12 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     answer: web.StreamResponse
     try:
         answer = await handler(request)
-    except (web.HTTPException, ConnectionError):  # raised by aiohttp, or the browser has disconnected
+    except web.HTTPException as error:  # raised by aiohttp
+        if error.status not in (404, 405) or not request.path.startswith("/api/"):
+            raise
+        what = f"there is no {request.path}" if error.status == 404 else f"{request.path} takes no {request.method}"
+        answer = _json({"error": f"{what}; /api/view lists the addresses."}, status=error.status)
+    except ConnectionError:  # the browser has disconnected
         raise
     except ConfigError as error:
         answer = _json({"error": str(error)}, status=400)
@@ -185,10 +191,11 @@ async def _image(request: web.Request) -> web.Response:
     return web.Response(body=png, content_type="image/png")
 
 
-def _answering(answer: Callable[[OpenRun, Any], Any]) -> Handler:
+def _answering(route: routes.Route) -> Handler:
     async def handler(request: web.Request) -> web.Response:
         run = await _run_of(request)
-        return await asyncio.to_thread(lambda: _json(answer(run, request.query)))
+        check_names(request.query, route.parameters)
+        return await asyncio.to_thread(lambda: _json(route.answer(run, request.query)))
 
     return handler
 
@@ -198,6 +205,7 @@ def _sending(name: str, file: export.File) -> Handler:
 
     async def handler(request: web.Request) -> web.Response:
         run = await _run_of(request)
+        check_names(request.query, file.parameters)
         body = await asyncio.to_thread(file.write, run, request.query)
         saved = re.sub(r"[^\w.-]", "_", f"{run.name}-{name}", flags=re.ASCII)
         headers = {"Content-Disposition": f'attachment; filename="{saved}"'}

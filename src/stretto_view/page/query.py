@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto_view.page.rollouts import Filters
+from stretto_view.page.rollouts import STATUSES, Filters
 
 FILTERS = {
     "step": "rollouts that this step trained on; only then `sort` may be best, worst or longest",
     "env": "environment",
     "task": "id of a task: its rollouts over the versions",
     "status": "finished, truncated, failed, dropped or running; without it, all that have ended",
-    "min_reward": "", "max_reward": "", "min_tokens": "sampled ones", "max_tokens": "",
+    "min_reward": "at least this reward", "max_reward": "at most this",
+    "min_tokens": "sampled ones", "max_tokens": "sampled ones",
     "version": "sampled a token of it",
     "sort": "newest, best, worst or longest",
     "text": "text that the rollout has; the case of letters does not matter",
@@ -33,6 +36,16 @@ CURVE = {
 }
 
 
+def check_names(query: Any, parameters: Iterable[str]) -> None:
+    """Raises: ConfigError for a parameter that the address does not have."""
+    known = list(parameters)
+    for name in query:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            takes = f"did you mean {near[0]}?" if near else f"this address takes {', '.join(known) or 'none'}."
+            raise ConfigError(f"there is no parameter {name!r}; {takes}")
+
+
 def number(query: Any, name: str, kind: type[int] | type[float]) -> Any:
     """A number of the query; None if it is missing. Raises: ConfigError if it is not a finite number."""
     text = query.get(name)
@@ -48,11 +61,13 @@ def number(query: Any, name: str, kind: type[int] | type[float]) -> Any:
 
 
 def filters_of(query: Any) -> Filters:
-    """The filters of a request. Raises: ConfigError for a number that is none."""
+    """The filters of a request. Raises: ConfigError for a number that is none, and for a status that does not exist."""
+    if (status := query.get("status") or None) not in (None, *STATUSES):
+        raise ConfigError(f"status {status!r}: a rollout is {', '.join(STATUSES)}.")
     return Filters(
         step=number(query, "step", int),
         env=query.get("env") or None,
-        status=query.get("status") or None,
+        status=status,
         min_reward=number(query, "min_reward", float),
         max_reward=number(query, "max_reward", float),
         min_tokens=number(query, "min_tokens", int),

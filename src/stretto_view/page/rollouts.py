@@ -16,6 +16,7 @@ from stretto.ledger.reader import LedgerReader
 from stretto.ledger.schema import SHOWN_STATUS
 
 PAGE = 50
+STATUSES = ("finished", "truncated", "failed", "dropped", "running")
 _STRETCH = 10_000  # rows that are searched before the time is checked again
 _BUDGET_S = 0.1
 _COLUMNS = f"""
@@ -129,4 +130,4 @@ def choices(ledger: LedgerReader) -> dict[str, Any]:
     """The values to filter by: environments, statuses, the first and the last step."""
     envs = [row["env"] for row in ledger.rows("SELECT env FROM draws GROUP BY env ORDER BY env LIMIT 200")]
     [steps] = ledger.rows("SELECT min(step) AS first, max(step) AS last FROM batches WHERE state != 'undone'")
-    return {"envs": envs, "statuses": ["finished", "truncated", "failed", "dropped", "running"], **steps}
+    return {"envs": envs, "statuses": STATUSES, **steps}

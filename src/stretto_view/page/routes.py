@@ -47,6 +47,10 @@ def _curve(run: OpenRun, query: Any) -> Any:
         raise ConfigError(f"axis {axis!r}: the axes are {', '.join(curves.AXES)}.")
     smooth, points = (number(query, "smooth", float) or 0.0, number(query, "points", int) or curves.MOST_POINTS)
     rows = run.rows()
+    if not 0 <= smooth <= 1 or points < 1:
+        raise ConfigError(
+            f"smooth = {smooth:g}, points = {points}: smooth is a share from 0 to 1, points are 1 or more."
+        )
     keys = query.getall("key", [])
     return {key: curves.curve(rows, key, axis=axis, smooth=smooth, points=max(10, points)) for key in keys}
 

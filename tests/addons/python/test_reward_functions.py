@@ -11,6 +11,7 @@ import torch
 
 from stretto.base.errors import EnvError
 from stretto.vime.arguments import Arguments
+from stretto.vime.calls import Hook
 from stretto.vime.sample import Sample
 from stretto_python.given.rewards import check, is_for_group, rewards_of
 
@@ -116,3 +117,14 @@ def test_rewards_by_name_stand_beside_functions() -> None:
         {"score": pytest.approx(1.1), "reward_exact": 1.0, "reward_of_all": 1.0, "reward_f1": 1.0},
         {"score": pytest.approx(0.3), "reward_exact": 0.0, "reward_of_all": 3.0, "reward_f1": 0.0},
     ]
+
+
+def test_an_error_of_a_function_is_told_with_its_own_line() -> None:
+    def divides(completion: str) -> float:
+        return 1 / (len(completion) - 1)
+
+    hook = Hook(summed([divides], [1.0]), "reward")
+    with pytest.raises(EnvError) as caught:
+        asyncio.run(hook.call(None, sample("b")))
+    line = divides.__code__.co_firstlineno + 1
+    assert str(caught.value) == f"reward: {__file__}:{line}: ZeroDivisionError: division by zero"

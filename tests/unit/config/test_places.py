@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -92,8 +93,6 @@ def test_the_largest_seed_is_accepted():
     ("name", "command"), [("a b.csv", "csv.DictReader"), ("rows.json", "json.load"), ("rows.tsv", "chr(9)")]
 )
 def test_other_files_get_a_command_that_makes_records_of_them(name, command, tmp_path, monkeypatch):
-    import subprocess
-
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": "a", "label": "b"}]
     separator = "\t" if name.endswith("tsv") else ","
@@ -105,6 +104,15 @@ def test_other_files_get_a_command_that_makes_records_of_them(name, command, tmp
     assert command in text
     subprocess.run(text, shell=True, check=True)
     assert [row for _, row in read_records(Path(name).with_suffix(".jsonl"))] == rows
+
+
+def test_a_csv_file_of_excel_gets_a_command_that_knows_its_mark_and_its_semicolons(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt;label\na, b;\u00fc\n", encoding="utf-8-sig")
+    with pytest.raises(ConfigError) as caught:
+        next(read_records(path))
+    subprocess.run(str(caught.value).partition("To make one of it: ")[2], shell=True, check=True)
+    assert [row for _, row in read_records(path.with_suffix(".jsonl"))] == [{"prompt": "a, b", "label": "\u00fc"}]
 
 
 def test_json_that_python_cannot_read_names_its_line(tmp_path):

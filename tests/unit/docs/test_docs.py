@@ -26,6 +26,14 @@ def test_links_lead_to_files_that_exist_or_to_pages_that_are_generated(page: str
             assert path.exists() or path in made, f"{page} links to {target}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_a_page_begins_with_a_sentence_and_the_readme_links_to_it(page: str):
+    title, first = text_of(page).strip().split("\n\n")[:2]
+    assert title.startswith("# ") and not first.startswith(("```", "|", "- ")), f"{page} begins with {first[:40]!r}"
+    if Path(page).name not in GENERATED:
+        assert f"({page})" in text_of("README.md"), f"no link in README.md to {page}"
+
+
 def test_the_readme_links_to_nothing_that_is_not_stored():
     assert not [target for _, target in LINK.findall(text_of("README.md")) if Path(target).name in GENERATED]
 

@@ -16,6 +16,8 @@ from PIL import Image
 from stretto.config.sections.hooks import HooksSection
 from stretto.envs.base import RunInfo, load_environment
 from stretto.envs.dataset import dataset
+from stretto.envs.dataset_records import BY_RECORD, GIVEN
+from stretto.vime.reward_types import RM_TYPES
 from stretto_sft.rows import parse_row
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "data.md").read_text()
@@ -73,3 +75,8 @@ def test_the_functions_shown_run(tmp_path, monkeypatch):
     trainer = FakeTrainer(max_steps=2)
     train(config(tmp_path, hooks=hooks, max_steps=2), FakeEngine(parrot(0.5)), trainer)
     assert len(trainer.batches) == 2
+
+
+def test_every_reward_by_name_has_its_row():
+    rows = set(re.findall(r"^\| `([\w.]+)` \|", PAGE.partition("### Rewards by name")[2].partition("\n## ")[0], re.M))
+    assert {*RM_TYPES, BY_RECORD, GIVEN, "exact", "models.NAME"} <= rows

@@ -229,6 +229,7 @@ def test_tools_of_a_record_reach_the_template(tmp_path, monkeypatch):
 WRONG_RECORDS = {
     "no prompt": ({"question": "a", "label": "b"}, {}, ":1: no 'prompt' (input_key); the record has label, question"),
     "no label": ({"prompt": "a"}, {}, ":1: no 'label' (label_key); reward = \"exact\" compares"),
+    "a label that is null": ({"prompt": "a", "label": None}, {}, "it is null: give it a value in every record"),
     "a label below a key": ({"prompt": "a", "reward_model": {"ground_truth": "b"}},
         {"label_key": "reward_model.ground_truth"},
         "not named by dots; give a function as `convert` that takes out 'ground_truth'"),
@@ -281,6 +282,7 @@ def test_a_record_that_is_not_valid_is_refused_with_its_place(tmp_path, mistake)
         ({"reward_key": "a"}, "reward_key does nothing"),
         ({"reward": "nowhere_at_all:rm"}, "no module 'nowhere_at_all'"),
         ({"paths": "x"}, "got an unexpected keyword argument 'paths'"),
+        ({"labelkey": "x"}, "Did you mean 'label_key'?"),
         ({"path": 5}, "dataset: path = 5 must be a file, or a list of files; change `args`"),
         ({"path": ["a.jsonl", 5]}, "must be a file, or a list of files"),
         ({"path": []}, "for evals as eval_path"),
@@ -421,6 +423,27 @@ def test_what_is_no_reward_is_told_with_the_function_and_its_line(file, module, 
     group, _ = play(dataset(file, reward=f"{name}:rm"), members=1)
     error = group.rollouts[0].error
     assert message in error and f"reward = '{name}:rm' (rm, " in error and f"{name}.py:2): " in error, error
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        ("sample.answer", "a sample has no 'answer'; it has group_index, index,"),
+        (
+            "sample.metadata['level']",
+            "KeyError: 'level'; name the columns that `metadata` shall have: args.metadata_key",
+        ),
+        ("{}['level']", "KeyError: 'level'"),
+    ],
+)
+def test_what_a_sample_does_not_have_is_told_with_what_it_has(read, message, file, module):
+    name = module(f"""
+        def rm(args, sample):
+            return {read}
+    """)
+    group, _ = play(dataset(file, reward=f"{name}:rm"), members=1)
+    assert message in group.rollouts[0].error
+    assert ("metadata_key" in group.rollouts[0].error) == ("metadata_key" in message)
 
 
 def test_a_reward_function_gets_the_whole_sample(file, module):

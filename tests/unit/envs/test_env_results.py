@@ -315,4 +315,8 @@ def test_the_traceback_of_an_error_that_comes_again_and_again_is_logged_once(cap
     for _ in range(3):
         play(Broken(0))
     found = [record for record in caplog.records if record.exc_info]
-    assert len(found) == 1 and "in score" in caplog.text and "score: the first KeyError at this place" in caplog.text
+    assert (
+        len(found) == 1
+        and "in score" in caplog.text
+        and "KeyError: 'absent'; rollouts that meet it fail" in caplog.text
+    )

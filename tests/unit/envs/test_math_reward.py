@@ -9,7 +9,7 @@ from fractions import Fraction
 import psutil
 import pytest
 
-from stretto.envs.rewards.math_reward import MathVerifier, boxed, number, quick_verdict
+from stretto.envs.rewards.math_reward import MathVerifier, boxed, fault_of, number, quick_verdict
 
 SLOW = r"\boxed{9^{9^{9^{9}}}}"  # blocks math-verify for five seconds
 
@@ -42,6 +42,15 @@ async def test_plain_answers_start_no_worker():
     assert not await verifier.verify(r"\boxed{13}", "12")
     assert not await verifier.verify("12", "12")
     assert not verifier._idle
+
+
+def test_a_library_that_compares_nothing_is_a_fault_and_not_a_wrong_answer():
+    def raises(text: str) -> list[str]:
+        raise ImportError("antlr4 4.9 was found")
+
+    assert "damaged (ImportError: antlr4 4.9 was found); install it anew" in fault_of(raises, lambda a, b: True)
+    assert "does not find x/2 equal to 0.5x" in fault_of(lambda text: [], lambda a, b: bool(a))
+    assert fault_of(lambda text: [text], lambda a, b: True) == ""
 
 
 async def test_without_the_library_other_answers_are_compared_as_text_with_one_warning(caplog):

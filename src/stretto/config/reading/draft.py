@@ -420,6 +420,10 @@ class Draft:
         self.suspects.update(near)
         if not near:
             return f"unknown key; here are {', '.join(keys(cls))}{unread()}"
+        if near[0][:-1] == (*path[:-1], "args"):
+            return (
+                f"unknown key; an argument of the environment is `args.{near[0][-1]}`; here are {', '.join(keys(cls))}"
+            )
         is_neighbour = near[0][:-1] == path[:-1]
         names = " or ".join(f"`{each[-1] if is_neighbour else dotted(each)}`" for each in near)
         return f"unknown key; did you mean {names}?{unread()}"

@@ -15,7 +15,9 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 from stretto.base.errors import EnvError
 
@@ -128,6 +130,8 @@ class MathVerifier:
                     await worker.stdin.drain()
                     verdict = await worker.stdout.readline()
                 is_sound = verdict in (b"1\n", b"0\n")
+                if not is_sound and self.num_replaced == 0:
+                    logger.warning("math-verify ended at %.60r against %.60r, which counts as wrong", answer, gold)
                 return verdict == b"1\n"
             except (TimeoutError, ConnectionError):
                 logger.debug("no verdict on %.60r against %.60r within %gs", answer, gold, self.timeout_s)
@@ -157,9 +161,11 @@ class MathVerifier:
             env={"PYTHONPATH": ":".join(p for p in sys.path if p)},
         )
         assert worker.stdout is not None
+        said = b""
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                if await worker.stdout.readline() == b"ready\n":
+                said = await worker.stdout.readline()
+                if said == b"ready\n":
                     return worker
         except TimeoutError:
             pass
@@ -167,7 +173,8 @@ class MathVerifier:
             await _end(worker)
             raise
         await _end(worker)
-        raise EnvError("a math-verify worker did not start; try `python -c 'import math_verify'`.")
+        why = said.decode(errors="replace").strip() or "try `python -c 'import math_verify'`"
+        raise EnvError(f"a math-verify worker did not start: {why}")
 
 
 async def _end(worker: asyncio.subprocess.Process) -> None:
@@ -176,11 +183,22 @@ async def _end(worker: asyncio.subprocess.Process) -> None:
     await worker.wait()
 
 
+def fault_of(parse: Callable[[str], Any], verify: Callable[[Any, Any], bool]) -> str:
+    """Why these functions of math-verify compare nothing, so that all answers would be wrong; "" if they do."""
+    try:
+        if verify(parse(r"\boxed{\frac{x}{2}}"), parse(r"\boxed{0.5x}")):
+            return ""
+        why = "it does not find x/2 equal to 0.5x"
+    except Exception as error:  # of a foreign parser
+        why = f"{type(error).__name__}: {error}".replace("\n", " ")
+    return f"math-verify is damaged ({why}); install it anew: pip install --force-reinstall 'stretto[math]'"
+
+
 def work() -> None:
     """Main loop of a worker: reads one JSON object per line, writes 1 or 0; ends with its standard input."""
     from math_verify import parse, verify
 
-    print("ready", flush=True)
+    print(fault_of(parse, verify) or "ready", flush=True)
     for line in sys.stdin:
         pair = json.loads(line)
         texts = [f"\\boxed{{{pair[key]}}}" for key in ("gold", "answer")]
