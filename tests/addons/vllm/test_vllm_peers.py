@@ -19,7 +19,6 @@ from stretto.transports.engine import api
 from stretto_vllm import peers
 from stretto_vllm.peers import Peers
 
-
 SOON = {"INTERVAL_S": 0.01, "REFUSED_S": 0.1, "SILENT_S": 0.5, "START_S": 30.0}
 
 
