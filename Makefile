@@ -53,6 +53,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := $(shell n=`nproc`; echo $$((n < 8 ? n + 1 : 8)))
 BY_FILE := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Files of tests in memory, where it is a folder with gigabytes to spare, which that of a container often has not: a ledger
+# is opened and closed in a hundredth of the time.
+FREE_IN_MEMORY = $(shell [ -w /dev/shm ] && df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print int($$4 / 1048576) }')
+in_memory = $(if $(shell [ $(or $(FREE_IN_MEMORY),0) -ge $(1) ] && echo yes),PYTEST_DEBUG_TEMPROOT=/dev/shm)
+
 # Several files at a time, in the order of the words: whole runs first, which take longest, and at the end many small files,
 # so that all workers are done at the same time. ARGS: those tests alone.
 test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-envs
@@ -60,7 +65,7 @@ test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-en
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(BY_FILE) $(MARKED) tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/cluster tests/addons tests/unit
+	$(call in_memory,4) $(BY_FILE) $(MARKED) tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/cluster tests/addons tests/unit
 endif
 
 test-megatron: $(VENV)/installed-dev $(VENV)/opt/megatron/installed
@@ -69,11 +74,8 @@ test-megatron: $(VENV)/installed-dev $(VENV)/opt/megatron/installed
 test-triton: $(VENV)/installed-dev $(VENV)/opt/triton/installed
 	$(PYTEST) $(or $(ARGS),tests/addons/triton)
 
-# Files of tests in memory, where it is a folder with a gigabyte to spare, which that of a container often has not: a ledger
-# is opened and closed in a hundredth of the time.
-FREE_IN_MEMORY = $(shell [ -w /dev/shm ] && df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print ($$4 >= 1048576) }')
 test-fast: $(VENV)/installed-dev
-	$(if $(filter 1,$(FREE_IN_MEMORY)),PYTEST_DEBUG_TEMPROOT=/dev/shm) $(BY_FILE) -m "not slow and not heavy" tests/unit tests/addons
+	$(call in_memory,1) $(BY_FILE) -m "not slow and not heavy" tests/unit tests/addons
 
 WITHOUT := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python scripts/without.py
 IN_WORKERS := -n $(WORKERS) --dist loadfile --no-loadscope-reorder

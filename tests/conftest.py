@@ -42,6 +42,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCE), os.environ
 FILE_MARKS = re.compile(r"^pytestmark = .*", re.M)
 ONE_SITE = dict.fromkeys(("test_site.py", "test_search.py"), "site")
 MARK = re.compile(r"pytest\.mark\.(\w+)")
+ROOMS_OF_PARTS = {"unit", "addons"}
+"""Folders in which a test that takes a tenth of a second is marked `heavy`."""
 
 # Where beartype is not installed nothing is checked: python -m tests.gpu needs little else than torch.
 if find_spec("beartype") and find_spec("jaxtyping"):
@@ -71,6 +73,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     found = FILE_MARKS.search(collection_path.read_text())
     marks = MARK.findall(found[0]) if found else ()
     return True if any(f"not {mark}" in chosen.split(" and ") for mark in marks) else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of quick tests come last: no worker of xdist is still at a long file when the others have ended."""
+    are_quick = {item.path: ROOMS_OF_PARTS & set(item.path.parts) for item in items}
+    are_quick |= {item.path: set() for item in items if item.get_closest_marker("heavy")}
+    items.sort(key=lambda item: bool(are_quick[item.path]))
 
 
 def pytest_collection_finish() -> None:

@@ -465,10 +465,11 @@ def test_rollouts_that_hang_fail_at_their_deadline(sorter: Path, tmp_path: Path)
 
 
 def test_a_stalled_run_says_where_it_stands_and_stops(sorter: Path, tmp_path: Path) -> None:
-    forever = {"orchestrator": {"rollout_timeout_s": None, "stall_timeout_s": 5.0}}
+    # Shorter than the interval at which engines are asked what they have sampled, which is progress the first time.
+    forever = {"orchestrator": {"rollout_timeout_s": None, "stall_timeout_s": 4.0}}
     ended = rl(tmp_path, without_skill(sorter, {"id": "envs:Hanging"}, forever), is_ok=False)
     assert ended.code == 1
-    assert "stalled: nothing moved for " in ended.output and "stall_timeout_s 5)" in ended.output, ended.output
+    assert "stalled: nothing moved for " in ended.output and "stall_timeout_s 4)" in ended.output, ended.output
     assert str(ended.run.dumps) in ended.output, ended.output
     (dump,) = ended.run.dumps.iterdir()
     text = dump.read_text()

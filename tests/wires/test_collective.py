@@ -35,7 +35,7 @@ from stretto.transports.weights import receive
 from stretto_broadcast import collective, host_copy
 from stretto_broadcast.board import Board
 from stretto_broadcast.buckets import buckets_of
-from stretto_broadcast.collective import CollectivePublisher, Part, close_all
+from stretto_broadcast.collective import CollectivePublisher, Location, Part, close_all
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -213,7 +213,7 @@ def encoded(manifest: WeightManifest, who: WeightGroup) -> str:
 
 
 def test_processes_receive_together_and_one_that_dies_fails_the_rest():
-    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1000, timeout_s=8)
+    publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=1000, timeout_s=120)
     try:
         with peer(RECEIVE, "far") as first, peer(RECEIVE, "far") as second:
             assert first.line() == second.line() == "ready"
@@ -224,7 +224,9 @@ def test_processes_receive_together_and_one_that_dies_fails_the_rest():
                 crcs = {first.line(), second.line()}
                 assert len(crcs) == 1
             second.kill()
-            first.write_line(encoded(manifest, group("r3", 0, 2)))
+            location = msgspec.json.decode(manifest.location.encode(), type=Location)
+            location = msgspec.json.encode(msgspec.structs.replace(location, timeout_s=1.0)).decode()
+            first.write_line(encoded(msgspec.structs.replace(manifest, location=location), group("r3", 0, 2)))
             with pytest.raises(AssertionError, match="WireError: weights of version 2: receiver 1 of 2"):
                 first.line()
         with peer(RECEIVE, "far") as alone:
@@ -352,7 +354,7 @@ def test_buckets_of_all_senders_come_in_turn(tmp_path):
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["dies", "is stuck"])
 def test_a_sender_that_is_lost_on_the_way_fails_the_update_in_time(tmp_path, is_stopped, monkeypatch):
-    cfg = CollectiveWeights(port=free_port(), bucket_bytes=5000, join_timeout_s=3)
+    cfg = CollectiveWeights(port=free_port(), bucket_bytes=5000, join_timeout_s=120)
     with senders([cfg], tmp_path) as ranks:
         owned = [list(range(6)), list(range(6, 12))]
         manifest = published(ranks, 0, owned)
@@ -364,6 +366,9 @@ def test_a_sender_that_is_lost_on_the_way_fails_the_update_in_time(tmp_path, is_
         def lose_and_enter(held, name, store, sender, *args):
             if sender == 1:
                 ranks[1].process.send_signal(signal.SIGSTOP if is_stopped else signal.SIGKILL)
+                *args, timeout_s = args
+                assert timeout_s == cfg.join_timeout_s
+                args.append(0.2)  # gloo tries five times
             return enter(held, name, store, sender, *args)
 
         monkeypatch.setattr(collective, "enter_group", lose_and_enter)

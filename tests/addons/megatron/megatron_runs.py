@@ -7,6 +7,8 @@ rank of our own trainer, and what else a case measures.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import pickle
@@ -370,8 +372,16 @@ def run_rank(case: str, rank: int, size: int, out: Path) -> None:
     dist.barrier()
 
 
+EARLY = ("torch._dynamo", "stretto.trainer.state.slice_files", "stretto_megatron.network", "stretto_native.training")
+"""What every rank imports when it needs it first."""
+
+
 def main(out: Path, cases: list[str]) -> None:
     """Fork the ranks of each case, one case after the other."""
+    for name in EARLY:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
     for case in cases:
         size, children = degrees_of(case).world_size, []
         for rank in range(size):

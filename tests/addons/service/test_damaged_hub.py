@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stretto.base import secret
 from stretto.base.errors import ConfigError
 from stretto_service.config import ServeConfig
 from stretto_service.futures import Result
@@ -48,8 +49,11 @@ async def left_by_a_hub(directory: Path) -> tuple[ServeConfig, Path]:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_a_hub_recovers_from_a_damaged_file_or_says_which_one_it_is(tmp_path: Path, damage: str) -> None:
+async def test_a_hub_recovers_from_a_damaged_file_or_says_which_one_it_is(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights are never deleted because their record is lost."""
+    monkeypatch.setattr(secret, "_WRITTEN_WITHIN_S", 0.1)
     cfg, copy = await left_by_a_hub(tmp_path)
     names = [path.relative_to(copy) for path in copy.rglob("*") if path.is_file() and path.stat().st_size]
     assert {path.name for path in names} >= {"secret", "tokens.json", "service.sqlite", "00000001.result"}

@@ -19,10 +19,12 @@ from stretto.transports.engine import api
 from stretto_vllm import peers
 from stretto_vllm.peers import Peers
 
+SOON = {"INTERVAL_S": 0.01, "REFUSED_S": 0.1, "SILENT_S": 0.5, "START_S": 30.0}
+
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("INTERVAL_S", 0.01), ("REFUSED_S", 0.1), ("SILENT_S", 0.5), ("START_S", 30.0)):
+    for name, value in SOON.items():
         monkeypatch.setattr(peers, name, value)
 
 
@@ -108,7 +110,8 @@ async def test_a_node_that_does_not_serve_yet_is_waited_for(ended: asyncio.Event
 def start_headless(port: int, *others: str) -> subprocess.Popen[bytes]:
     """A node whose ranks belong to the server of another one, without its ranks."""
     node = f"HeadlessNode('127.0.0.1', {port}, Peers({others!r})).start()"
-    code = f"import time; from stretto_vllm.peers import HeadlessNode, Peers; {node}; time.sleep(600)"
+    code = f"import time; from stretto_vllm import peers; vars(peers).update({SOON}); "
+    code += f"from stretto_vllm.peers import HeadlessNode, Peers; {node}; time.sleep(600)"
     return forked.Popen([sys.executable, "-c", code])
 
 

@@ -1,6 +1,6 @@
 """Tenants on several ranks; run by every rank.
 
-`python tenant_ranks.py OUT CP STYLE`: rank 0 writes OUT/<kind>.pt; CP ranks split each row, in this style.
+`python tenant_ranks.py OUT CP STYLE KIND`: rank 0 writes OUT/<kind>.pt; CP ranks split each row, in this style.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ from stretto_service.wires.operations import (
 NUM_TENANTS = 4
 
 
-def main(out: Path, cp: int, style: str) -> None:
+def main(out: Path, cp: int, style: str, kind: str) -> None:
     torch.set_num_threads(1)
     with process_group(120.0):
         mesh = Mesh(Degrees(dp_shard=num_ranks() // cp, cp=cp), training_device())
         model = MODEL.model_copy(update={"cp": cp, "cp_style": style})
-        for kind in ("dense", "moe"):
-            result = run(functools.partial(build_tenants, kind, mesh, model), mesh, out / kind)
-            if mesh.is_lead:
-                torch.save(result, out / f"{kind}.pt")
+        result = run(functools.partial(build_tenants, kind, mesh, model), mesh, out / kind)
+        if mesh.is_lead:
+            torch.save(result, out / f"{kind}.pt")
 
 
 def run(build: Callable[[], Tenants], mesh: Mesh, folder: Path) -> dict:
@@ -118,4 +117,4 @@ def save_and_load(build: Callable[[], Tenants], tenants, case, folder: Path, whe
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -28,50 +28,59 @@ def on_one_rank(kind):
     return metrics, {case.spec.name: weights_of(tenants, case.spec.name) for case in cases(NUM_TENANTS)}
 
 
-SLOW = [pytest.param(shape, marks=pytest.mark.slow) for shape in ((4, 1, "auto"), (4, 2, "ring"))]
+CASES = [(2, 1, "auto", "dense"), (2, 1, "auto", "moe"), (2, 2, "auto", "dense")]
+SLOW = [
+    (2, 2, "auto", "moe"),
+    *((*mesh, kind) for mesh in ((4, 1, "auto"), (4, 2, "ring")) for kind in ("dense", "moe")),
+]
 
 
-@pytest.fixture(scope="module", params=[(2, 1, "auto"), (2, 2, "auto"), *SLOW])
+@pytest.fixture(
+    scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
 def results(request, tmp_path_factory):
-    folder, (world_size, cp, style) = tmp_path_factory.mktemp("ranks"), request.param
+    """(ranks, ranks of cp), kind of policy, its folder, and what its ranks have found."""
+    folder, (world_size, cp, style, kind) = tmp_path_factory.mktemp("ranks"), request.param
     run_ranks(
-        "tenants/tenant_ranks.py", folder, str(cp), style, world_size=world_size, log=folder / "log", deadline_s=400.0
+        "tenants/tenant_ranks.py",
+        folder,
+        str(cp),
+        style,
+        kind,
+        world_size=world_size,
+        log=folder / "log",
+        deadline_s=400.0,
     )
-    found = {kind: torch.load(folder / f"{kind}.pt", weights_only=False) for kind in ("dense", "moe")}
-    return (world_size, cp), folder, found
+    return (world_size, cp), kind, folder / kind, torch.load(folder / f"{kind}.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_tenants_end_on_several_ranks_as_on_one(results, kind):
-    _, _, found = results
+def test_tenants_end_on_several_ranks_as_on_one(results):
+    _, kind, _, found = results
     metrics, wanted = on_one_rank(kind)
     for how in ("own", "mixed"):
         for name, weights in wanted.items():
-            assert_close(found[kind][how][name], weights)
-        for ours, theirs in zip(found[kind][f"metrics_{how}"], metrics, strict=True):
+            assert_close(found[how][name], weights)
+        for ours, theirs in zip(found[f"metrics_{how}"], metrics, strict=True):
             for name, of_tenant in theirs.items():
                 for key in ("loss/mean", "optim/grad_norm", "optim/lr", "step"):
                     assert ours[name][key] == pytest.approx(of_tenant[key], rel=1e-5, abs=1e-7), (name, key)
-    assert all(of_rank == found[kind]["ranks"][0] for of_rank in found[kind]["ranks"])
+    assert all(of_rank == found["ranks"][0] for of_rank in found["ranks"])
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_a_tenant_alone_on_these_ranks_ends_bit_for_bit_alike(results, kind):
-    _, _, found = results
-    assert_equal(found[kind]["own"]["run-2"], found[kind]["alone"])
+def test_a_tenant_alone_on_these_ranks_ends_bit_for_bit_alike(results):
+    *_, found = results
+    assert_equal(found["own"]["run-2"], found["alone"])
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_what_one_rank_cannot_compute_is_an_error_of_that_tenant_on_all(results, kind):
-    (world_size, cp), _, found = results
-    errors = found[kind]["errors"]
+def test_what_one_rank_cannot_compute_is_an_error_of_that_tenant_on_all(results):
+    (world_size, cp), *_, found = results
+    errors = found["errors"]
     assert "token id 40" in errors["of run-0"]
     assert errors["of run-1"] is None and errors["step"] is None and errors["moved"] == "run-1"
     assert errors["scored"] == ",".join(["0"] * (world_size - cp) + ["4"] * cp)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_a_tenant_of_several_ranks_is_saved_loaded_and_exported(results, kind):
-    _, folder, found = results
-    assert found[kind]["continued"]
-    assert load_adapter(folder / kind / "adapter").rank == 4
+def test_a_tenant_of_several_ranks_is_saved_loaded_and_exported(results):
+    *_, folder, found = results
+    assert found["continued"]
+    assert load_adapter(folder / "adapter").rank == 4

@@ -17,6 +17,7 @@ from stretto.base.paths import RunDir
 from stretto.ledger import Ledger
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.run.membership import Membership
+from stretto.transports.engine import handover
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.engine.fleet import EngineState
 
@@ -176,24 +177,25 @@ def test_two_names_of_one_engine_that_are_added_at_once_are_one_engine(tmp_path:
 
 
 @pytest.mark.heavy
-def test_an_engine_behind_a_router_is_leaving_until_its_replies_have_ended(tmp_path: Path) -> None:
+def test_an_engine_behind_a_router_is_leaving_until_its_replies_have_ended(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(handover, "_COUNT_S", 0.02)
     run, ledger = RunDir(tmp_path), Ledger(RunDir(tmp_path))
     run.engines.mkdir()
 
     async def scenario() -> None:
         async with behind(Router(A, B)) as client, asyncio.TaskGroup() as tasks:
-            left = [2.0] * 20 + [0.0] * 9
+            left = [2.0] * 20
 
             async def num_requests(url: str) -> float:
-                return left.pop(0)
+                return left.pop() if left else 0.0
 
             client._handover.num_requests = num_requests  # type: ignore[method-assign]
             parts: Any = SimpleNamespace(run_dir=run, engines=client, ledger=ledger)
             membership = Membership(parts)
             run.engine_wish("b").write_text(json.dumps({"url": B, "state": "drained", "wait_s": 30.0}))
-            for _ in range(80):
+            while membership._recorded.get("engines", {}).get(B, {}).get("state") != "drained":
                 membership.update(tasks)
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.01)
 
     # Not in virtual time: the router's list is asked in threads.
     asyncio.run(asyncio.wait_for(scenario(), 60))
@@ -227,7 +229,8 @@ def test_after_a_resume_an_engine_that_had_left_is_on_the_list_of_its_router_aga
 
 
 @pytest.mark.heavy
-async def test_an_engine_behind_a_router_that_fails_to_answer_once_still_ends_its_replies() -> None:
+async def test_an_engine_behind_a_router_that_fails_to_answer_once_still_ends_its_replies(monkeypatch) -> None:
+    monkeypatch.setattr(handover, "_COUNT_S", 0.02)
     answers: list[float | Exception] = [2.0, EngineError("HTTP 503"), 2.0, 0.0, 0.0, *[EngineError("refused")] * 9]
 
     async def num_requests(url: str) -> float:
