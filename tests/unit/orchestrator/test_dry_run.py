@@ -13,7 +13,7 @@ import pytest
 from processes import forked
 from processes.add_ons import needs
 
-from stretto import dry_run
+from stretto import dry_run as screens
 from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.chat.tokenizer import build_letters_tokenizer
 from stretto.check.code import check_user_code
@@ -277,4 +277,4 @@ def test_a_checkpoint_whose_orchestrators_half_is_damaged_is_refused(tmp_path):
     words = ["--orchestrator.env.0.id", "sort-letters", "--max-steps", "4", "--resume"]
     cfg = load(RLConfig, [*words, "--output-dir", str(tmp_path), "--run.name", "run"])
     with pytest.raises(DataError, match=r"step_2/orchestrator\.json: .*--clean"):
-        dry_run.rl(cfg)
+        screens.rl(cfg)
