@@ -83,7 +83,7 @@ class Examples:
     num_left_out: int = 0
     """Replies that the chat template does not show as the model would sample them."""
     why: str = ""
-    """Of the first of these, its place, what is not shown, and what to do."""
+    """The place of the first of these, what of it is not shown, and what to do."""
 
     def __len__(self) -> int:
         return len(self.examples)

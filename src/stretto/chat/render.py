@@ -66,7 +66,7 @@ class SftRendering(NamedTuple):
     num_left_out: int
     """Replies that the template does not show as the model would sample them."""
     why: str = ""
-    """Of the first of these, what is not shown, and what to do."""
+    """What is not shown of the first of these, and what to do."""
 
 
 class Renderer:
