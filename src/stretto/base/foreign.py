@@ -326,8 +326,11 @@ def error_location(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    shown = [f for f in frames if not f.filename.startswith("<frozen") and f.filename != __file__] or frames
-    return f"{shown[-1].filename}:{shown[-1].lineno}"
+    shown = [f for f in frames if not f.filename.startswith("<frozen") and f.filename != __file__]
+    while len(shown) > 1 and shown[-1].name == "__getattr__" and shown[-1].filename.startswith(_PACKAGE):
+        del shown[-1]  # ours, which says that a user's line asks for what is not there
+    last = (shown or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
 
 
 def import_place(error: BaseException) -> str:

@@ -77,7 +77,7 @@ def check_hosts(hosts: Sequence[str], key: str) -> None:
 def check_ports(specs: Sequence[Process], node: int, host: str, keys: str) -> None:
     """Check that the ports on which a node's processes will listen are free; keys: the settings of these ports.
 
-    Raises: ConfigError that names the node and the port that is taken.
+    Raises: ConfigError that names the node and the ports that are taken.
     """
     if not is_own_address(host):
         # The user may have given other addresses; a process that cannot listen fails.
@@ -87,13 +87,12 @@ def check_ports(specs: Sequence[Process], node: int, host: str, keys: str) -> No
                 "address of the machine with node_rank = 0 first"
             )
         return
-    for spec in specs:
-        for what, port in spec.ports.items():
-            if not is_free(host, port):
-                raise ConfigError(
-                    f"node {node}, {host}: port {port} ({what} of {spec.name}) is taken; end what has it, or give "
-                    f"another on all nodes with {keys}"
-                )
+    ports = [(port, f"{what} of {spec.name}") for spec in specs for what, port in spec.ports.items()]
+    if taken := [f"port {port} ({name})" for port, name in ports if not is_free(host, port)]:
+        raise ConfigError(
+            f"node {node}, {host}: {' and '.join(taken)} {'is' if len(taken) == 1 else 'are'} taken; end what listens "
+            f"there, or give another on all nodes with {keys}"
+        )
 
 
 def check_reachable(hosts: Sequence[str], node: int) -> None:

@@ -217,7 +217,7 @@ def test_tokens_that_were_not_sampled_are_refused_with_their_position(file, modu
         ("return 3", "generate returned int; return the sample"),
         ("sample.response_length = 5; return sample", "response_length = 5, but the sample has 0 tokens"),
         ("raise KeyError('x')", ":3: KeyError: 'x'"),
-        ("return sample.nothing", ":3: AttributeError: 'Sample' object has no attribute 'nothing'"),
+        ("return sample.nothing", ":3: AttributeError: a sample has no 'nothing'; it has group_index"),
         ("import json; json.loads('{')", ".py:3 (in "),
         ("return args.nothing", "args has no 'nothing'; it has apply_chat_template"),
         ("sample.status = Sample.Status.FAILED; return sample", "the sample's status is FAILED"),
