@@ -78,8 +78,10 @@ def test_a_short_secret_is_refused_and_not_repeated(run: RunDir, monkeypatch: py
 def test_a_node_waits_for_the_secret_of_the_first_and_says_what_it_misses(run: RunDir) -> None:
     with pytest.raises(ConfigError, match=f"{run.secret}.*{SECRET_VAR}"):
         find_secret(run, 0.1)
-    threading.Timer(0.2, load_secret, [run]).start()
+    first = threading.Timer(0.2, load_secret, [run])
+    first.start()
     assert find_secret(run, 10).key("x") == load_secret(run).key("x")
+    first.join()
 
 
 def test_a_new_run_and_a_clean_one_keep_the_secret_that_others_may_have_read(run: RunDir) -> None:

@@ -29,6 +29,7 @@ from stretto.launch.plan.plan import sharing_notes
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import process_table, table
 from stretto.orchestrator.main import build_bounds
+from stretto.orchestrator.state import run_checkpoint
 from stretto.records.weight_manifest import BFLOAT16_TOLERANCE
 
 
@@ -507,8 +508,11 @@ def fresh(run: RunDir) -> rundir.Claim:
 
 
 def with_checkpoint(run: RunDir, step: int) -> None:
-    run.checkpoint(step).mkdir(parents=True)
-    run.complete_marker(step).touch()
+    """A complete checkpoint, as far as its plain values tell."""
+    (run.checkpoint(step) / "trainer").mkdir(parents=True)
+    values = {"schema": 2, "num_bytes": {}, "cursor": {}, "optim": "adamw"}
+    (run.checkpoint(step) / "trainer" / "state.json").write_text(json.dumps(values))
+    run_checkpoint.save(run, run_checkpoint.Progress(step=step))
 
 
 def test_a_name_given_twice_is_refused_with_both_ways_out(tmp_path: Path) -> None:

@@ -65,6 +65,10 @@ class Bounds:
         due = max((total - max(version - oldest_version, 0) * room for version, total in totals), default=0)
         return min(due, room)
 
+    def room(self, version: int, oldest_version: int) -> int:
+        """Groups of a version, or older ones, that batches can take; that of one batch, if it is too old for any."""
+        return max(version - oldest_version + 1, 1) * self.groups_per_batch
+
     def version_of(self, step: int) -> int:
         """The version that plays the batch of `step` in a deterministic run: the oldest that is allowed."""
         synchronised = (step - 1) // self.sync_interval * self.sync_interval if self.sync_interval else 0

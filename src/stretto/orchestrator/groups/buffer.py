@@ -40,7 +40,8 @@ whatever the order in which they end.
 
 With tokens_per_batch a batch ends with the group that brings it to so many tokens. How many groups are drawn for it
 follows from the tokens of those that were played; groups that are left over are in the next batch unless too old. If
-keeps_late it takes more, up to groups_per_batch, where later batches could not take all that are left in time.
+keeps_late it takes more, up to groups_per_batch, where later batches could not take all that are left in time, and
+no more are drawn with a version than these batches have room for.
 """
 
 from __future__ import annotations
@@ -183,6 +184,8 @@ class Buffer:
                 return False  # a short batch leaves slots free before its weights are there
             if self._are_too_many(waiting + self._num_by_state[SlotState.SHIPPED] + num_groups):
                 return False
+            if bounds.keeps_late and waiting + num_groups > bounds.room(self.version, self.oldest_version):
+                return False  # batches were shorter than groups_per_batch: those that are left would not take it in time
         limits = [limit for limit in (bounds.max_running_groups, self.max_running) if limit is not None]
         if limits and self._num_by_state[SlotState.RUNNING] >= min(limits):
             return False

@@ -343,6 +343,27 @@ bounds = st.fixed_dictionaries(
 fates = st.lists(st.sampled_from(["signal"] * 5 + ["none", "none", "fail", "load"]), min_size=60, max_size=200)
 
 
+@pytest.mark.parametrize("seed", [4, 8, 9])
+def test_batches_that_their_tokens_complete_leave_no_group_that_later_ones_cannot_take(seed):
+    """Batches of few groups leave slots free, which would be drawn into until no batch of their version has room."""
+    rng, group_id = random.Random(seed), 0
+    bounds = {"groups_per_batch": 3, "max_async_level": 2, "max_off_policy_steps": 2, "max_running_groups": 3}
+    buffer = build(**bounds, is_in_dispatch_order=False, keeps_late=True, tokens_per_batch=6)
+    for _ in range(120):
+        for slot in start_all(buffer, first=group_id):
+            group_id = slot.group_id + 1
+        running = [slot for slot in buffer.slots.values() if slot.state is SlotState.RUNNING]
+        if rng.random() < 0.1 or not running:
+            if buffer.version < buffer.next_step - 1:
+                buffer.on_loaded(buffer.version + 1)
+        else:
+            finish(buffer, rng.choice(running), num_tokens=rng.randint(1, 6))
+        if buffer._may_ship():
+            chosen = buffer._choose()
+            buffer.ship(chosen, buffer.discarded(chosen))
+    assert buffer.next_step > 10 and "stale" not in buffer.ledger.reasons.values()
+
+
 def test_a_group_that_a_user_draws_before_the_next_version_is_loaded_is_dropped_and_the_run_goes_on():
     async def scenario():
         buffer = build(groups_per_batch=1, max_async_level=1, max_off_policy_steps=1)
