@@ -185,7 +185,7 @@ class Buffer:
             if self._are_too_many(waiting + self._num_by_state[SlotState.SHIPPED] + num_groups):
                 return False
             if bounds.keeps_late and waiting + num_groups > bounds.room(self.version, self.oldest_version):
-                return False  # batches were shorter than groups_per_batch: those that are left would not take it in time
+                return False  # shorter batches were shipped: those that are left would not take it in time
         limits = [limit for limit in (bounds.max_running_groups, self.max_running) if limit is not None]
         if limits and self._num_by_state[SlotState.RUNNING] >= min(limits):
             return False
