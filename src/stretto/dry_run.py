@@ -36,12 +36,11 @@ from stretto.data.hub_model import find_local, look_up, size
 from stretto.launch.launchers import launcher_of
 from stretto.launch.plan.beside import engines_beside
 from stretto.monitors.purse import Purse, Used
-from stretto.orchestrator.dry_run import FirstTask, preview
+from stretto.orchestrator.dry_run import FirstTask, listens, preview
 from stretto.orchestrator.lengths import limits_of
 from stretto.orchestrator.servers import ask, servers_of
 from stretto.orchestrator.state.resume import starting_point, used_before
 from stretto.orchestrator.state.run_checkpoint import Progress
-from stretto.transports.meeting import WIRES, at_all_addresses, moved_ports
 
 WIDTH = 118
 PROMPT_LINES = 14
@@ -155,26 +154,6 @@ def orchestrator(cfg: OrchestratorConfig) -> str:
     return screen(rows, _first_tasks(tasks), listens(cfg), run_directory(cfg))
 
 
-def listens(cfg: OrchestratorConfig) -> str:
-    """Where an orchestrator that is started alone would listen."""
-    claims = ports.PortClaims()
-    now = at_all_addresses(cfg, claims)
-    claims.close()
-    lines = [f"orchestrator  control port {now.control.port}", *(f"note: {line}" for line in moved_ports(cfg, now))]
-    for key in () if cfg.debug == "rollouts" else WIRES:
-        wire: Any = getattr(now, key)
-        try:
-            if hasattr(wire, "port") and not ports.is_free(wire.host, wire.port):
-                lines.append(f"NOT READY: {_taken(f'{key}.port', wire.port)}; stop that process, or give another port")
-        except ConfigError as error:  # a host of another machine
-            lines.append(f"NOT READY: {key}.host: {error}")
-    return "\n".join(lines)
-
-
-def _taken(key: str, port: int) -> str:
-    return f"{key} = {port} is taken on this machine (`ss -ltnp | grep :{port}` names by whom)"
-
-
 def trainer(cfg: TrainerConfig) -> str:
     """The screen of `trainer` alone."""
     if cfg.model.scratch is None and (here := find_model(cfg.model.name)) is not None:
@@ -226,7 +205,7 @@ def _engine(cfg: InferenceConfig, *, is_here: bool) -> str:
     server = cfg.server
     engine = f"inference  engine {cfg.engine}, http://{server.host}:{server.port}"
     if is_here and not ports.is_free(server.host, server.port):
-        taken = _taken("server.port", server.port)
+        taken = ports.taken_text("server.port", server.port)
         engine += f"\nNOT READY: {taken}; stop that process, or give another port with --server.port"
     return engine
 

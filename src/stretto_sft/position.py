@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import DataError
 from stretto.base.paths import RunDir
 from stretto.monitors.purse import Used, used_by_metrics
 from stretto.trainer.state import checkpoint
@@ -45,14 +45,5 @@ def used_before(run: RunDir, start: ResumePoint | None) -> Used:
 
 
 def read_position(start: ResumePoint) -> dict[str, Any]:
-    """The position in the data that is part of a checkpoint of `sft`.
-
-    Raises: ConfigError for a checkpoint of `rl`.
-    """
-    cursor = checkpoint.read_cursor(*start)
-    if "data" not in cursor:
-        raise ConfigError(
-            f"resume.dir: {start[0].checkpoint(start[1])} is of an `rl` run, whose optimizer has the state of another "
-            f'loss; start from its weights instead, model.name = "{start[0].weights_step(start[1])}"'
-        )
-    return cursor
+    """The position in the data that is part of a checkpoint of `sft`."""
+    return checkpoint.read_cursor(*start)

@@ -100,6 +100,11 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
+def taken_text(key: str, port: int) -> str:
+    """A sentence about a port that something else has; key: the setting that gives it."""
+    return f"{key} = {port} is taken on this machine (`ss -ltnp | grep :{port}` names by whom)"
+
+
 def open_near(host: str, port: int, num_tried: int = 20) -> socket.socket | None:
     """A listening socket at the first free port from `port` on, else at any port; None if the machine cannot listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stretto.base import ports
 from stretto.base.errors import ConfigError, DataError, EnvError, boundary
 from stretto.base.foreign import blocked_text, warn_when_blocked, without_tracebacks
 from stretto.chat.placeholders import with_placeholders
@@ -44,6 +45,7 @@ from stretto.orchestrator.first_rollout import fault_of, play, same_name_note, s
 from stretto.orchestrator.lengths import Limit, cut_reply, limits_of, room_after
 from stretto.orchestrator.rollout.play import bias_by_token, with_system_prompt
 from stretto.records.rollout import Task
+from stretto.transports.meeting import WIRES, at_all_addresses, moved_ports
 
 logger = logging.getLogger(__name__)
 
@@ -334,3 +336,20 @@ def shorter_by_phrases(texts: Sequence[str], num_tokens: int) -> str:
         return ""
     lines = "".join(f"  {json.dumps(phrase, ensure_ascii=False)},\n" for phrase in phrases)
     return f"\n\nin [model.scratch] this would make the row about {left} tokens long:\nphrases = [\n{lines}]"
+
+
+def listens(cfg: OrchestratorConfig) -> str:
+    """Where an orchestrator that is started alone would listen."""
+    claims = ports.PortClaims()
+    now = at_all_addresses(cfg, claims)
+    claims.close()
+    lines = [f"orchestrator  control port {now.control.port}", *(f"note: {line}" for line in moved_ports(cfg, now))]
+    for key in () if cfg.debug == "rollouts" else WIRES:
+        wire: Any = getattr(now, key)
+        try:
+            if hasattr(wire, "port") and not ports.is_free(wire.host, wire.port):
+                taken = ports.taken_text(f"{key}.port", wire.port)
+                lines.append(f"NOT READY: {taken}; stop that process, or give another port")
+        except ConfigError as error:  # a host of another machine
+            lines.append(f"NOT READY: {key}.host: {error}")
+    return "\n".join(lines)

@@ -17,7 +17,6 @@ from processes.add_ons import needs
 from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
 from tiny import build_learner
 
-from stretto import dry_run
 from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.base.status import FINISH_VAR
 from stretto.chat import templates
@@ -26,6 +25,7 @@ from stretto.config.root import SFTConfig
 from stretto.monitors.file import read_metrics
 from stretto_sft import evals as online_evals
 from stretto_sft import training as sft
+from stretto_sft.dry_run import sft_screen
 from stretto_sft.rows import ExampleOrder
 
 pytestmark = pytest.mark.heavy
@@ -173,7 +173,7 @@ def test_resume_with_other_data_is_refused(tmp_path):
 
 def test_a_dry_run_knows_what_a_resumed_run_has_changed_and_what_it_refuses(tmp_path):
     sft.main(config(tmp_path, max_steps=2))
-    assert "\nchanged: max_steps: 2 -> 8" in dry_run.sft(config(tmp_path, resume={}))
+    assert "\nchanged: max_steps: 2 -> 8" in sft_screen(config(tmp_path, resume={}))
     for changes, message in (
         ({"max_steps": 1}, r"max_steps = 1, .*after step 2"),
         ({"optim": {"type": "sgd"}}, r"'adamw', but \[optim\] type = 'sgd'"),
@@ -181,10 +181,10 @@ def test_a_dry_run_knows_what_a_resumed_run_has_changed_and_what_it_refuses(tmp_
         ({"resume": {"step": 1}}, "complete: 2"),
     ):
         with pytest.raises(StrettoError, match=message):
-            dry_run.sft(config(tmp_path, **{"resume": {}} | changes))
+            sft_screen(config(tmp_path, **{"resume": {}} | changes))
     (config(tmp_path).run_dir.checkpoint(2) / "trainer" / ".metadata").write_bytes(b"half")
     with pytest.raises(DataError, match=r"\.metadata: has 4 of \d+ bytes"):
-        dry_run.sft(config(tmp_path, resume={}))
+        sft_screen(config(tmp_path, resume={}))
 
 
 def test_a_template_with_a_date_writes_that_of_the_first_day_after_a_resume(tmp_path, monkeypatch):

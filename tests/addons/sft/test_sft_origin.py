@@ -61,7 +61,7 @@ def test_a_run_of_the_other_verb_is_refused_and_its_weights_are_suggested(tmp_pa
         starting_point(OrchestratorConfig.model_validate(rl.model_dump() | begun))
     values = first.run_dir.checkpoint(2) / "trainer" / "state.json"
     values.write_text(json.dumps(json.loads(values.read_text()) | {"cursor": {}}))
-    with pytest.raises(ConfigError, match=r"of an `rl` run.*model.name = .*weights/step_2"):
+    with pytest.raises(ConfigError, match=r"of a run of `rl`.*model.name = .*weights/step_2"):
         sft.main(sft_config(tmp_path / "fork", resume={"dir": str(first.run_dir.path)}))
 
 

@@ -118,10 +118,10 @@ NOTED = {
     "a share of no files": ("--load-debug-rollout-data-subsample 0.5", "does nothing without", {}),
     "functions of evals that are not there": ("--eval-function-path a.b --custom-eval-rollout-log-function-path a.c",
         "--eval-function-path a.b does nothing without --eval-prompt-data, the data", {
-            "orchestrator.eval": None, "orchestrator.hooks": None}),
+            "orchestrator.eval": None, "orchestrator.hooks.eval_function": None, "orchestrator.hooks.eval_log": None}),
     "a function of evals that no interval makes": (
         "--eval-prompt-data a rows.jsonl --eval-function-path a.b",
-        "--eval-prompt-data ['a', 'rows.jsonl'] is not used without --eval-interval", {"orchestrator.eval": None}),
+        "--eval-prompt-data a rows.jsonl is not used without --eval-interval", {"orchestrator.eval": None}),
     "a first eval of nothing": ("--skip-eval-before-train", "does nothing without --eval-prompt-data",
         {"orchestrator.eval": None}),
     "vime's own tests": ("--ci-test --ci-save-grad-norm x", "--ci-test: it is of vime's own tests", {}),

@@ -17,6 +17,8 @@ from processes.add_ons import skip_if_told
 
 from stretto import cli
 from stretto.base.foreign import load_object
+from stretto.base.paths import RunDir
+from stretto.orchestrator.state import run_checkpoint
 
 RUN = '[[orchestrator.env]]\nid = "sort-letters"\n'
 
@@ -260,8 +262,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     there = tmp_path / "outputs" / "there" / "checkpoints" / "step_1"
-    there.mkdir(parents=True)
-    (there / "COMPLETE").write_text("{}")
+    (there / "trainer").mkdir(parents=True)
+    values = {"schema": 2, "num_bytes": {}, "cursor": {}, "optim": "adamw"}
+    (there / "trainer" / "state.json").write_text(json.dumps(values))
+    run_checkpoint.save(RunDir(there.parents[1]), run_checkpoint.Progress(step=1))
     (there.parents[1] / "configs").mkdir()
     (there.parents[1] / "configs" / "run.json").write_text('{"max_steps": 9}')
     warm = tmp_path / "outputs" / "warm" / "weights" / "latest"

@@ -25,6 +25,7 @@ MEASURED_IN = (
     "../stretto_curriculum",
     "../stretto_preference",
     "../stretto_steering",
+    "../stretto_sft",
 )
 
 

@@ -29,10 +29,11 @@ NO_BUFFER = "the plugin of an external buffer has no place here; write an enviro
 
 OWN_SOURCE = "vime.rollout.data_source.RolloutDataSourceWithBuffer"
 BATCH_HOOKS = (
-    "--eval-function-path", "--buffer-filter-path", "--rollout-sample-filter-path", "--custom-reward-post-process-path",
+    "--buffer-filter-path", "--rollout-sample-filter-path", "--custom-reward-post-process-path",
     "--custom-convert-samples-to-train-data-path", "--rollout-all-samples-process-path",
-    "--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path",
+    "--custom-rollout-log-function-path",
 )  # fmt: skip
+EVAL_HOOKS = ("--eval-function-path", "--custom-eval-rollout-log-function-path")
 TRAINER_HOOKS = (
     "--custom-megatron-init-path", "--custom-megatron-before-log-prob-hook-path",
     "--custom-megatron-before-train-step-hook-path", "--custom-advantage-function-path",
@@ -425,7 +426,8 @@ def argument_tables(flags: Values) -> list[str]:
     has_filter = chosen is not None and not _is_nonzero_std(chosen)
     has_rollout_function = flags.rollout_function_path not in (DEFAULT_ROLLOUT, ASYNC_ROLLOUT)
     tables = []
-    if flags.has(*BATCH_HOOKS) or has_filter or has_rollout_function:
+    has_eval_function = has_evals(flags) and flags.has(*EVAL_HOOKS)
+    if flags.has(*BATCH_HOOKS) or has_eval_function or has_filter or has_rollout_function:
         tables.append(f"{HOOKS}.args")
     if flags.has(*TRAINER_HOOKS):
         tables.append("trainer.hooks.args")
