@@ -304,6 +304,7 @@ def test_a_mistake_is_answered_with_place_reason_and_remedy(mistake, place, caps
 def test_so_is_one_that_is_found_when_a_run_would_start(mistake, place, capsys, caplog):
     command, *parts = STARTED[mistake]
     text = told(command.split(), capsys, caplog)
+    skip_if_told(text)
     for part in parts:
         assert part in text, f"{part!r} is not in: {text}"
     assert "Traceback" not in text and "pydantic" not in text

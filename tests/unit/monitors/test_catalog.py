@@ -55,6 +55,8 @@ ADD_ONS = {
     "curriculum/": "curriculum",
     "(critic/|time/wait_for_(critic|values))": "critic",
     "models/<name>/": "frozen",
+    "val/|progress/(epoch|total_samples)|time/(forward_backward|optim|val)$": "sft",
+    "(val/)?rewards/(accuracies|margins)": "preference",
 }
 """Which add-on measures the names that begin so."""
 
