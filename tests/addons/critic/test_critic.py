@@ -8,6 +8,7 @@ import pytest
 import torch
 from critic_cases import build_critic
 from msgspec.structs import replace
+from processes.add_ons import needs
 from tiny import VOCAB, branches, build_learner, build_policy, documents, interrupted, pack, save_checkpoint, scored
 from transformers import AutoModelForSequenceClassification
 
@@ -211,11 +212,12 @@ def test_the_policys_schedule_begins_with_the_first_step_that_trains_it(tmp_path
     assert found + rates(again, 5) == [None, None, None, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.5]
 
 
+@needs("native")  # other kernels are further apart than this bound
 def test_values_of_a_critic_are_those_of_samples_alone():
     mb, found = pack(branches(6)), []
     for sharing in ("tree", "off"):
         network = with_value_head(build_policy(1))
-        network.lm_head.weight.data = torch.linspace(-0.1, 0.1, network.lm_head.weight.shape[1])[None]
+        network.lm_head.weight.data = torch.linspace(-0.5, 0.5, network.lm_head.weight.shape[1])[None]
         model = ModelSection(dtype="float32", shared_prefixes=sharing)
         critic = Critic(network, section=CriticSection(), model=model, optim=SgdOptim(lr=1e-3))
         assert critic.network.sharing == sharing
