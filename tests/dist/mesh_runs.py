@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -21,6 +23,7 @@ from cases.vision import build_vision_policy, image_batches
 from msgspec.structs import replace
 from ranks import gather_anything
 from tiny import VOCAB, branches, build_policy, documents, pack, with_streams
+from torch.distributed import distributed_c10d
 
 from stretto.config.sections.algorithm import GaeAdvantages
 from stretto.config.sections.model import LoRASection, ModelSection, VisionSection
@@ -520,6 +523,7 @@ def main(out: Path, names: list[str]) -> None:
             if str(case) not in names:
                 continue
             start = time.perf_counter()
+            others = set(distributed_c10d._world.pg_map)
             degrees = find_degrees(section_of(case.kind, **case.model), case.world_size, policy_of(case.kind).config)
             mesh = Mesh(degrees, training_device())
             learner = build(case.kind, case.model, mesh)
@@ -530,6 +534,15 @@ def main(out: Path, names: list[str]) -> None:
             if mesh.is_lead:
                 torch.save(result, out / f"{case}.pt")
                 print(f"{case} {time.perf_counter() - start:.2f}s", flush=True)
+            del learner, again, mesh
+            _leave_groups(others)
+
+
+def _leave_groups(but: set[dist.ProcessGroup]) -> None:
+    """End all groups but these: each has three threads that wake all the time, and a case makes a dozen."""
+    for group in set(distributed_c10d._world.pg_map) - but:
+        dist.destroy_process_group(group)
+    gc.collect()
 
 
 if __name__ == "__main__":
