@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from ranks import gather_anything
 from tiny import VOCAB, branches, build_policy, documents, pack, with_streams
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from stretto.config.sections.algorithm import GaeAdvantages
 from stretto.config.sections.model import LoRASection, ModelSection, VisionSection
@@ -539,9 +540,13 @@ def main(out: Path, names: list[str]) -> None:
 
 
 def _leave_groups(but: set[dist.ProcessGroup]) -> None:
-    """End all groups but these: each has three threads that wake all the time, and a case makes a dozen."""
+    """End all groups but these: each has three threads that wake all the time, and a case makes a dozen.
+
+    What torch keeps of shardings goes too: for an equal mesh it would return the one whose groups have ended.
+    """
     for group in set(distributed_c10d._world.pg_map) - but:
         dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()
     gc.collect()
 
 
