@@ -113,6 +113,7 @@ NOT_RUN = {
     ("docs/environments.md", 'id = "null"'): "its harness needs uv: tests/e2e/test_worker_runs.py",
     ("docs/lora.md", 'engine = "vllm"'): "vLLM on a CPU takes larger heads: tests/contract/test_adapters.py",
     ("docs/vime.md", "--hf-checkpoint"): "such commands are planned by tests/addons/vime",
+    ("docs/megatron.md", "[trainer]"): "computes on GPUs: tests/gpu/test_megatron_gpu.py and tests/addons/megatron",
     (
         "docs/weights.md",
         "zai-org/GLM-5",

@@ -34,8 +34,13 @@ COMPUTED = "the adapter of [model.lora]: vLLM computes it beside its weights"
 
 @pytest.fixture(scope="module")
 def warm(warmed_up: Callable[..., Path]) -> Path:
-    """A model that sorts four letters right in about half of all tries."""
-    return warmed_up(max_steps=100, scheduler={"type": "constant", "warmup_steps": 20}, model={"scratch": SCRATCH})
+    """A model that sorts four letters right in about half of all tries.
+
+    At this width a run of 50 steps gains about .2 without the embeddings, which an adapter leaves as they are; at half
+    of it about .1.
+    """
+    scratch = SCRATCH | {"hidden_size": 128, "intermediate_size": 512}
+    return warmed_up(max_steps=55, scheduler={"type": "constant", "warmup_steps": 20}, model={"scratch": scratch})
 
 
 def settings(start: Path, max_steps: int, **more) -> dict:
@@ -52,7 +57,7 @@ def settings(start: Path, max_steps: int, **more) -> dict:
             "train": {"sampling": {"max_completion_tokens": 6}},
             "eval": None,
         },
-        "trainer": {"optim": {"lr": 2e-3}},
+        "trainer": {"optim": {"lr": 1e-3}},
     }
     return merged(base, more)
 
@@ -65,11 +70,11 @@ def check_versions(run: RunDir) -> None:
 
 
 def test_a_run_of_an_adapter_on_vllm_learns(warm: Path, tmp_path: Path) -> None:
-    held_out = {"num_examples": 128, "greedy": False}
+    held_out = {"num_examples": 256, "greedy": False}
     more = {"weight_broadcast": {"type": "shm"}, "orchestrator": {"max_async_level": 0, "eval": held_out}}
     run: Ended = rl(tmp_path, settings(warm, 50, **more))
     summary = run.summary()
-    assert summary["reward_after"] > summary["reward_before"] + 0.08, summary
+    assert summary["reward_after"] > summary["reward_before"] + 0.12, summary
     assert max(run.column("mismatch_kl/mean", "trainer")) < 1e-5
     check_versions(run.run)
     assert COMPUTED in (run.run.logs / "inference.log").read_text()
