@@ -95,9 +95,10 @@ def test_a_run_outlives_one_of_its_engines_whatever_the_use(use: Use, model: Pat
 def test_a_run_that_loses_its_trainer_or_its_only_engine_ends_and_names_it(
     role: str, use: Use, model: Path, tmp_path: Path
 ) -> None:
-    popen, run = start_rl(tmp_path, settings(model)), RunDir(tmp_path / "run")
+    run = RunDir(tmp_path / f"loses_{role}_{use}")  # its files in memory have this name, and no other test's
+    popen = start_rl(tmp_path, settings(model, run={"name": run.path.name}))
     until_use(run, popen, use, 2)
     os.kill(children(popen.pid)[role], signal.SIGKILL)
     code, output = wait(popen)
     assert code not in (0, 130) and re.search(f"{role}.*SIGKILL", output), output
-    assert [name for name in os.listdir("/dev/shm") if str(tmp_path) in name or run.path.name in name] == []
+    assert [name for name in os.listdir("/dev/shm") if run.path.name in name] == []
