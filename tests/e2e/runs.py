@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from metric_names import unlisted
+from cases.metric_names import unlisted
 from ports import free_ports
 from processes import forked
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from metric_names import unlisted
+from cases.metric_names import unlisted
 from processes.add_ons import needs
 from syntax import tree_of
 

@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 from aiohttp import web
+from cases.metric_names import unlisted
 from fakes import CharRenderer, EchoEnv, FakeEngine, FakeTrainer, GuessEnv, parrot, run_virtual
 from hypothesis import given
 from hypothesis import strategies as st
-from metric_names import unlisted
 from orchestrator_runs import ECHO, config, train
 from processes.add_ons import needs
 
