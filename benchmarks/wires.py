@@ -157,7 +157,7 @@ def ledger_figures(num_groups: int, members: int = 8) -> dict[str, float]:
             with ledger.transaction():
                 ledger.task_drawn(each.group_id, each.task)
                 ledger.rollouts_started(each.group_id, range(members), 0)
-            ledger.group_finished(each)
+            ledger.groups_finished([each])
             taken.append((time.perf_counter() - started) * 1e6 / members)
         cpu = (time.process_time() - cpu) * 1e6 / members / num_groups
         ledger.close()

@@ -76,7 +76,7 @@ class Run:
 
     def roll(self, draw: int, *, is_new: bool = True) -> None:
         self.start(draw, is_new=is_new)
-        self.ledger.group_finished(group(draw, self.version))
+        self.ledger.groups_finished([group(draw, self.version)])
 
     def publish(self, version: int) -> None:
         self.ledger.version_published(version)

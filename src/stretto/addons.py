@@ -211,7 +211,7 @@ def _module(group: str, name: str, path: str) -> ModuleType:
         return import_module(path)
     except StrettoError:
         raise
-    except Exception as cause:
+    except Exception as cause:  # an import runs code, which may raise anything
         from stretto.base.foreign import error_text, import_place
 
         package = package_of(getattr(cause, "name", None) or "")

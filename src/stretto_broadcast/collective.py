@@ -265,7 +265,7 @@ class CollectivePublisher:
             # The engines see the same failure, and the orchestrator decides which of them try again.
             except (WireError, RuntimeError) as error:
                 logger.warning("version %d did not reach its receivers: %s", request.version, error)
-            except Exception:
+            except Exception:  # later versions may reach them
                 logger.exception("version %d did not reach its receivers", request.version)
 
     def _send(self, request: SendRequest) -> None:

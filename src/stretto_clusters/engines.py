@@ -26,7 +26,7 @@ from stretto.base import process
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import read_json
 from stretto.base.paths import RunDir
-from stretto.base.ports import address_towards, in_url, is_same_server, open_url
+from stretto.base.ports import address_towards, in_url, is_same_server, open_url, unused_port
 from stretto.config.load import write_json
 from stretto.config.reading.plain import PlainParser
 from stretto.config.sections.engines import LEAVES_FIRST_VAR
@@ -110,7 +110,7 @@ def _start(run: RunDir, options: argparse.Namespace, words: list[str]) -> int:
     engines_of_run = [spec["argv"] for spec in processes if spec["role"] == "inference"]
     if not engines_of_run or not Path(config := engines_of_run[0][-1]).exists():
         raise ConfigError(f"{run} has not started engines itself; start one as you started them, and add its address")
-    port = options.port or _unused_port()
+    port = options.port or unused_port()
     command = [sys.executable, "-m", "stretto", "inference", "@", config, "--server.port", str(port)]
     if (host := options.host or _host_towards(run)) != LOOPBACK:
         command += ["--server.host", "::" if ":" in host else "0.0.0.0"]
@@ -162,12 +162,6 @@ def _is_up(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def _unused_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return int(sock.getsockname()[1])
 
 
 def _wish(run: RunDir, state: str, urls: list[str], wait_s: float) -> None:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import urllib.error
@@ -20,6 +19,7 @@ import aiohttp
 
 from stretto.base import process
 from stretto.base.errors import ConfigError, EnvError, reason_of
+from stretto.base.ports import unused_port
 from stretto.base.secret import without_secret
 
 START_S = 120.0
@@ -61,9 +61,7 @@ class LocalServer:
             self._log = Path(tempfile.mkdtemp(prefix="stretto-hub-"), "server.log")
         if self._child is not None:
             self._child.close()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = unused_port()
         argv = [*self.argv, str(port)]
         self._child = child = process.start(
             self._what, argv, env=env_for(argv[0]), log=self._log, cwd=self._directory, level=logging.INFO

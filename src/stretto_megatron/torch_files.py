@@ -28,7 +28,6 @@ FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?$")
 _BY_COLUMN = ("linear_proj.weight", "linear_fc2.weight")
 """Matrices that tensor parallelism divides by their inputs: dim 1. Others are divided by dim 0, or not at all."""
-_EXPERTS = ".mlp.experts.local_experts."
 
 
 class Rank(NamedTuple):

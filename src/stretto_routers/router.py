@@ -17,12 +17,12 @@ from __future__ import annotations
 import hmac
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from stretto.base.ports import unused_port
 from stretto.config.sections.inference import KEY_VAR
 
 ENGINES_KEY_VAR = "OPENAI_API_KEY"
@@ -43,15 +43,8 @@ def main(words: Sequence[str]) -> None:
     args = parse_router_args([*words])
     args.api_key_validation_urls = urls  # an argument of the router that has no option
     if not any(word.startswith("--prometheus-port") for word in words):
-        args.prometheus_port = free_port()
+        args.prometheus_port = unused_port()
     launch_router(args)
-
-
-def free_port() -> int:
-    """A free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("0.0.0.0", 0))
-        return probe.getsockname()[1]
 
 
 def start_key_check(key: str) -> str:

@@ -519,7 +519,7 @@ def main() -> None:
     if mode == "enter":
         try:
             enter(request)
-        except Exception as cause:
+        except Exception as cause:  # the program must not run outside of the sandbox
             os.write(request["report_fd"], f"{type(cause).__name__}: {cause}".encode(errors="replace")[:2000])
             os._exit(127)
     is_reported = False

@@ -265,7 +265,7 @@ def boundary(hub: Hub) -> Middleware:
             level, status = (logging.INFO, 400) if isinstance(error, DataError | ConfigError) else (logging.ERROR, 500)
             logger.log(level, "%s %s: %s", request.method, request.path, error)
             refusal = Refusal(without_paths(str(error)), status)
-        except Exception as error:
+        except Exception as error:  # any other is a mistake of ours; the service goes on
             name = uuid4().hex
             logger.exception("%s %s failed, request %s", request.method, request.path, name)
             why = without_paths(f"{type(error).__name__}: {error}")

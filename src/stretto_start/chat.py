@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from urllib.parse import urlsplit
 from stretto.base import keeper, process
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.paths import RunDir
+from stretto.base.ports import unused_port
 from stretto.base.status import harmless
 from stretto.config.reading.plain import PlainParser
 from stretto.config.sections.inference import KEY_VAR
@@ -221,9 +221,7 @@ def _served(model: str) -> Iterator[Server]:
 
     Raises: EngineError with the last lines of its log if it does not start.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = unused_port()
     key = secrets.token_hex(16)
     argv = (
         sys.executable, "-m", "stretto", "inference", "--model", model, "--server.host", "127.0.0.1",

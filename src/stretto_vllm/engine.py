@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from stretto.check.devices import OFFLOADS
 from stretto.check.engines import Engine, Fault
 from stretto.check.models import find_model
 from stretto.config.root import InferenceConfig, RLConfig
@@ -20,8 +21,6 @@ from stretto_vllm.plan import nodes
 from stretto_vllm.plan.adapters import check_policy_adapter, chosen, served_file, why_merged
 from stretto_vllm.plan.models import CPU_BLOCK_SIZE, ServedModel
 from stretto_vllm.plan.rules import check_drafts
-
-OFFLOADS = "moves tensors from a GPU's memory into the machine's, and here they are there already; leave it out"
 
 
 class Vllm(Engine):

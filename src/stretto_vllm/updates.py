@@ -134,7 +134,7 @@ class Updates:
                 try:
                     await self._call("stretto_load", info)
                     await self._client.update_weight_version(str(version))
-                except Exception as error:
+                except Exception as error:  # of vLLM and its workers, of any kind
                     raise EngineError(
                         f"version {version} was loaded in part: {error}; the engine stays paused until a whole update"
                     ) from error
@@ -163,7 +163,7 @@ class Updates:
             while not all(await self._call("stretto_has_arrived")):
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, MAX_POLL_S)
-        except Exception as error:
+        except Exception as error:  # of vLLM and its workers, of any kind
             raise WireError(f"{error}") from error
         finally:
             self.is_receiving = False
@@ -179,7 +179,7 @@ class Updates:
         try:
             self._check_is_last(number)
             await self._call("stretto_check_arrival")
-        except Exception as error:
+        except Exception as error:  # of vLLM and its workers, of any kind
             with contextlib.suppress(Exception):  # of an engine that is dead
                 await self._call("stretto_drop_arrival")
             raise WireError(f"{error}") from error

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cases.metric_names import unlisted
 from ports import free_ports
 from processes import forked
 
 from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
-from stretto.monitors.catalog import unlisted
 from stretto.monitors.file import read_metrics
 
 HERE = Path(__file__).parent

@@ -298,12 +298,9 @@ async def call_async(work: Callable[[], Any], where: str) -> Any:
             returned.close()  # avoids a warning if it was cancelled before it began
 
 
-def describe_error(error: BaseException, num_ours: int = 1) -> str:
-    """Location (innermost frame outside the standard library) and text of an exception.
-
-    num_ours: outermost frames to skip, because they belong to the code that caught the exception.
-    """
-    frames = traceback.extract_tb(error.__traceback__)[num_ours:]
+def describe_error(error: BaseException) -> str:
+    """Location (innermost frame outside the standard library) and text of an exception."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without that of the code that caught it
     return f"{innermost_location(frames)}: {error_text(error)}" if frames else error_text(error)
 
 

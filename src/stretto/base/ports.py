@@ -116,6 +116,13 @@ def open_near(host: str, port: int, num_tried: int = 20) -> socket.socket | None
     return None
 
 
+def unused_port() -> int:
+    """A port at which nothing listens now, at any address of this machine; it is not reserved."""
+    with socket.socket() as probe:
+        probe.bind(("0.0.0.0", 0))
+        return int(probe.getsockname()[1])
+
+
 def addresses_by_interface() -> dict[str, str]:
     """The first IPv4 address of each network interface that has one, by the interface's name."""
     found = {}

@@ -153,7 +153,7 @@ def _model_info(name: str) -> Any:
     api = HfApi()
     try:
         info = api.model_info(name, files_metadata=True, timeout=_ANSWER_S)
-    except Exception as error:
+    except Exception as error:  # of the hub's client and of the HTTP library below it
         if _status_of(error) is None and type(error).__name__.endswith("Timeout"):
             _no_answer[constants.ENDPOINT] = (time.monotonic(), error)
         raise

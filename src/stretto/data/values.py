@@ -50,7 +50,7 @@ def describe_value(value: Any) -> str:
     """A value for a message: its type, and the first characters of its repr."""
     try:
         text = repr(value)
-    except Exception:
+    except Exception:  # the repr of a user's class may raise anything
         return f"a {type(value).__name__}"
     if value is None or isinstance(value, bool | int | float | str):
         return text[:_MAX_VALUE_CHARS]

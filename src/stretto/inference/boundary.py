@@ -199,7 +199,7 @@ def middleware(key: str | None) -> Middleware:
         except StrettoError as error:
             logger.error("%s %s: %s", request.method, request.path, error)
             return _refusal_response(Refusal(str(error), 500))
-        except Exception as error:
+        except Exception as error:  # any other is a mistake of ours; the server goes on
             request_id = _request_id(request)
             logger.exception("%s %s failed, request %s", request.method, request.path, request_id)
             message = f"internal error in request {request_id}: {type(error).__name__}: {error}"

@@ -47,7 +47,6 @@ class Rewound:
     """What a rewind has undone."""
 
     batches: int
-    rollouts_freed: int  # were in a batch that is undone, and may be used again
     rollouts_lost: int
 
 
@@ -62,9 +61,7 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
     for trained in column(db, "SELECT step FROM batches WHERE step <= ? AND state = 'shipped'", step):
         db.execute("UPDATE batches SET state = 'trained' WHERE step = ? AND state = 'shipped'", (trained,))
         db.execute(MARK_TRAINED, (trained,))
-    freed = 0
     for batch in undone:
-        freed += scalar(db, "SELECT count(*) FROM batch_rollouts WHERE batch = ?", batch)
         db.execute(
             "UPDATE draws SET state = 'finished' WHERE group_id IN (SELECT group_id FROM batch_rollouts "
             "JOIN rollouts USING (row) WHERE batch = ?)",
@@ -85,7 +82,7 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
     )
     for group_id in column(db, too_new, step):
         lost += _mark_lost(db, group_id)
-    return Rewound(len(undone), freed, lost)
+    return Rewound(len(undone), lost)
 
 
 def lost_steps(db: sqlite3.Connection, step: int) -> list[int]:

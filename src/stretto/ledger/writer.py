@@ -202,10 +202,6 @@ class Ledger:
         """Do not use the stored turns of a member; call it before the member starts."""
         self._turns.pop((group_id, member), None)
 
-    def group_finished(self, group: Group) -> None:
-        """Record a finished group, as `groups_finished`."""
-        self.groups_finished([group])
-
     def groups_finished(self, groups: Sequence[Group]) -> None:
         """Record finished groups: payloads to the segment in one write, then all rows in one transaction.
 

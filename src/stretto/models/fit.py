@@ -69,7 +69,7 @@ def _transformers_faults(directory: Path) -> tuple[list[str], list[str]]:
     """The faults, and a note about tensors that transformers leaves out."""
     try:
         model, found = load_with_report(directory, device_map="meta")
-    except Exception as cause:
+    except Exception as cause:  # transformers raises many kinds
         if not is_refusal(cause):
             raise
         raise DataError(f"{directory}: transformers cannot load it: {cause}") from cause

@@ -328,7 +328,7 @@ def load_hf_model(
         raise refusal
     try:
         model, loading_info = load_with_report(directory, dtype=dtype, trust_remote_code=trust_remote_code)
-    except Exception as cause:
+    except Exception as cause:  # transformers raises many kinds
         if not is_refusal(cause):
             raise
         raise _unloadable(directory, cause) from cause

@@ -211,13 +211,13 @@ def export_tensors(model: Decoder | SelfExporting) -> Iterator[tuple[str, Tensor
     return model.tensor_map.export(MergedWeights(model))
 
 
-def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]], where: str = "weights") -> None:
+def load_tensors(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy named tensors into the model in place; every weight must be among them once.
 
     Raises: DataError if one is missing, unknown or has a wrong shape. The model is then partly overwritten.
     """
     sources = ((name, tuple(tensor.shape), tensor) for name, tensor in from_8_bits(tensors))
-    load_slices(model.tensor_map, as_whole_slices(model.named_parameters()), sources, model.config, where)
+    load_slices(model.tensor_map, as_whole_slices(model.named_parameters()), sources, model.config, "weights")
 
 
 @torch.no_grad()

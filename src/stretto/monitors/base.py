@@ -84,7 +84,7 @@ class Monitors:
         for name, monitor in list(self._monitors.items()):
             try:
                 call(monitor)
-            except Exception as error:
+            except Exception as error:  # a tracker's library may raise anything, which ends no run
                 message = "monitor %s failed and is off from now on: %s: %s"
                 trace = None if isinstance(error, StrettoError | OSError) else error
                 logger.error(message, name, type(error).__name__, error, exc_info=trace)
@@ -146,7 +146,7 @@ class BackgroundMonitor(Monitor):
             while (write := self._rows.get()) is not None:
                 write(monitor)
             monitor.close()
-        except Exception as error:
+        except Exception as error:  # raised by the next call, in the thread of the caller
             self._error = error
         finally:
             self._is_built.set()

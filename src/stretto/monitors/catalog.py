@@ -1,7 +1,7 @@
 """Every metric that a run writes: who writes it, its unit, what it means and how to read it.
 
 `python -m stretto.monitors.catalog` prints the page, which `make docs` puts on the site. The metrics files of
-all test runs are checked against this table (`unlisted`), so a new metric needs an entry here.
+all test runs are checked against this table (tests/metric_names.py), so a new metric needs an entry here.
 """
 
 from __future__ import annotations
@@ -336,17 +336,6 @@ request_queue_time_seconds | s | From arrival to the start, a histogram.
 cache_config_info | - | Size and number of cache blocks, as labels.
 """)
 """Metrics of the embedded engine at /metrics; vLLM has them too, except those named `weight_`, and many more."""
-
-
-@cache
-def _known(role: str) -> re.Pattern[str]:
-    return re.compile("|".join(m.pattern for part in PARTS if role in part.roles for m in part.metrics))
-
-
-def unlisted(role: str, names: Iterable[str]) -> list[str]:
-    """The names among those of a row of metrics/<role>.jsonl that have no entry here."""
-    frame = ("step", "time", "incarnation", "resumed_step")
-    return sorted({name for name in names if name not in frame and not _known(role).fullmatch(name)})
 
 
 @cache

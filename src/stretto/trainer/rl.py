@@ -162,7 +162,7 @@ class Trainer:
                 if self.is_colocated:  # engines take memory as soon as the version is announced
                     self.announce(ready)
             self.end_run()
-        except Exception as error:
+        except Exception as error:  # the orchestrator learns why, whatever it is
             if self.is_batch_lead:
                 self.orchestrator.report_failure(error)
             raise

@@ -422,7 +422,7 @@ class LinkClient(Generic[T]):
             self._loop(dealer, rejections, [REGISTER, b"", *encode(info)])
         except StrettoError as error:
             self._fail(error)
-        except Exception as error:
+        except Exception as error:  # the thread ends, and its owner must learn why
             what = f"{self._wire.title} of rank {info.rank}"
             logger.exception("%s failed", what)
             self._fail(EngineError(f"{what}: {type(error).__name__}: {error}"))

@@ -72,7 +72,7 @@ class SimulatedEngine:
     paused_s = 0.0
 
     def __init__(
-        self, costs: Costs, workload: Workload, cores: Cores, orchestrator: OrchestratorThread, scale: float, seed: int
+        self, costs: Costs, workload: Workload, cores: Cores, orchestrator: OrchestratorThread, scale: float
     ) -> None:
         self.costs, self.workload, self.cores, self.scale = costs, workload, cores, scale
         self.orchestrator = orchestrator
@@ -83,7 +83,6 @@ class SimulatedEngine:
         self.version = 0
         self.busy_s = self.idle_s = self.reading_s = self.loading_s = 0.0
         self.preemptions = 0
-        self._rng = random.Random(seed)
         self._replies = itertools.count(1)
         self._waiting: deque[Reading] = deque()
         self._running: list[Reply] = []  # a heap

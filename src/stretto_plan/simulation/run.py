@@ -158,7 +158,7 @@ async def _run(
 ) -> tuple[Times, list[dict[str, Any]]]:
     cores = Cores(costs.cores if costs.setup.is_cpu else 1 if costs.setup.is_colocated else math.inf)
     thread = OrchestratorThread(cores if costs.setup.is_cpu else Cores(1))
-    engine = SimulatedEngine(costs, workload, cores, thread, scale, seed)
+    engine = SimulatedEngine(costs, workload, cores, thread, scale)
     assert cfg.max_steps is not None
     trainer = SimulatedTrainer(costs, cores, thread, max_steps=cfg.max_steps, ranks=cfg.num_train_workers, scale=scale)
     marks: list[tuple[float, float, float, float]] = []
@@ -258,7 +258,6 @@ class LedgerFigures:
     sampled_tokens: float
     """Per step."""
     dropped_groups: int
-    failed_rollouts: int
 
 
 def read_ledger(run_dir: RunDir, first: int, last: int) -> LedgerFigures:
@@ -273,7 +272,6 @@ def read_ledger(run_dir: RunDir, first: int, last: int) -> LedgerFigures:
     with LedgerReader(run_dir) as reader:
         rows = reader.rows(query, first, last)
         dropped = reader.drops_by_reason().get("stale", 0)
-        failed = reader.rollouts_by_status().get("failed", 0)
     stale = sorted(row["step"] - 1 - row["version"] for row in rows if row["version"] is not None)
     num = max(last - first + 1, 1)
     return LedgerFigures(
@@ -282,7 +280,6 @@ def read_ledger(run_dir: RunDir, first: int, last: int) -> LedgerFigures:
         rollouts=round(sum(row["rollouts"] for row in rows) / num),
         sampled_tokens=sum(row["tokens"] or 0 for row in rows) / num,
         dropped_groups=dropped,
-        failed_rollouts=failed,
     )
 
 

@@ -100,7 +100,7 @@ class Bridge:
                 monitors.log(self.step, metrics)
                 self.save_if_due()
             self.end_run()
-        except Exception as error:
+        except Exception as error:  # the orchestrator learns why, whatever it is
             self.orchestrator.report_failure(error)
             raise
         self.orchestrator.send(Bye())

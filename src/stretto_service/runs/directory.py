@@ -85,7 +85,7 @@ class RunsDirectory:
                 await self._follow(files)
             except OSError as error:  # the errors of one run do not affect the others
                 logger.warning("%s: %s", files.path, error.strerror or error)
-            except Exception:
+            except Exception:  # nor do mistakes of ours
                 logger.exception("%s", files.path)
         names = {files.name for files in directories}
         for by_name in (self._refused, self._requests):

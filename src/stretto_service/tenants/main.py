@@ -105,7 +105,7 @@ def run(tenants: Tenants, client: TenantClient, interrupt: StopFlag) -> None:
                 return
             client.answer(done)
         client.flush(RankFailed(reason="stopped by a signal"))
-    except Exception as error:
+    except Exception as error:  # the hub learns why, whatever it is
         try:
             client.flush(RankFailed(reason=f"{type(error).__name__}: {error}"), timeout_s=2.0)
         except (EngineError, WireError) as also:

@@ -187,7 +187,7 @@ class SampleRoutes(Routes):
         except StrettoError as error:
             category = "user" if isinstance(error, Refusal) else "server"
             future.set(Result.failed(str(error), category))
-        except Exception as error:
+        except Exception as error:  # the one who waits learns of any failure
             logger.exception("a sample of %s failed", sampler.id)
             future.set(Result.failed(f"{type(error).__name__}: {error}", "server"))
 

@@ -130,7 +130,7 @@ class TenantServer(RankServer[RankAnswer]):
                         pending.future.set_result([pending.answers[r] for r in range(self._world_size)])
         except EngineError as error:
             self._end_all(error)
-        except Exception as error:
+        except Exception as error:  # those who wait would wait for ever
             logger.exception("%s failed", self._wire.title)
             self._end_all(EngineError(f"{self._wire.title}: {error}"))
 

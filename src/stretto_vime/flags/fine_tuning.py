@@ -14,12 +14,11 @@ from stretto.data.image_columns import IMAGE_KEYS
 from stretto_vime.flags import mesh
 from stretto_vime.flags.flag import Setting, Values
 from stretto_vime.flags.groups import BY_NAME, megatron, training, watching
-from stretto_vime.flags.groups.rollout import row_of_tokens
+from stretto_vime.flags.groups.rollout import SFT_ROLLOUT, row_of_tokens
 from stretto_vime.flags.shape import read_shape
 
 OF_IMAGES = [[("image", column)] for column in IMAGE_KEYS]
 """What --multimodal-keys may say: `sft` finds these columns by itself."""
-ROLLOUT = "vime.rollout.sft_rollout.generate_rollout"
 MOVED = {"trainer.optim": "optim", "trainer.scheduler": "scheduler", "trainer.is_deterministic": "is_deterministic",
          "trainer.memory_profiler_path": "memory_profiler_path"}  # fmt: skip
 KEPT = ("model", "tokenizer", "ckpt", "output_dir", "run", "resume", "monitors", "max_steps", "seed", "optim",
@@ -51,7 +50,7 @@ def problems(flags: Values) -> Iterator[str]:
     if not flags.calculate_per_token_loss:
         loss = flags.given["--loss-type"]
         yield f"{loss}: the loss is the mean over all trained tokens; add --calculate-per-token-loss"
-    if (path := flags.rollout_function_path) != ROLLOUT and flags.has("--rollout-function-path"):
+    if (path := flags.rollout_function_path) != SFT_ROLLOUT and flags.has("--rollout-function-path"):
         name = path.rpartition(".")[0].rpartition(".")[2]
         if name != "sft_rollout":
             given = flags.given["--rollout-function-path"]

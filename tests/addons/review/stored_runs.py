@@ -75,7 +75,7 @@ def write_run(
                 for member, text in enumerate(texts)
             )  # fmt: skip
             group, _ = assign_advantages(Group(group_id=number, task=task, rollouts=members), GrpoAlgo())
-            ledger.group_finished(group)
+            ledger.groups_finished([group])
     drawn = list(order if order is not None else range(num_groups))
     for start in range(0, num_groups, per_step):
         step = start // per_step + 1

@@ -67,7 +67,7 @@ def hostile_run(folder: Path, name: str) -> RunDir:
         )
         for at, status in enumerate((RolloutStatus.FINISHED, RolloutStatus.FAILED))
     )  # fmt: skip
-    ledger.group_finished(Group(group_id=0, task=task, rollouts=members, advantages=(0.5, -0.5)))
+    ledger.groups_finished([Group(group_id=0, task=task, rollouts=members, advantages=(0.5, -0.5))])
     ledger.close()
     run.configs.mkdir()
     run.config("run").write_text(json.dumps({"max_steps": 5, HOSTILE: {HOSTILE: [HOSTILE]}, "orchestrator": {}}))

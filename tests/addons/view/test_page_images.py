@@ -42,7 +42,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     first = group.rollouts[0]
     seeing = msgspec.structs.replace(first.branches[0], images=(shown(),))
     rollouts = (msgspec.structs.replace(first, branches=(seeing,)), *group.rollouts[1:])
-    run.ledger.group_finished(msgspec.structs.replace(group, rollouts=rollouts))
+    run.ledger.groups_finished([msgspec.structs.replace(group, rollouts=rollouts)])
     run.close()
     build_scratch_files(found.tokenizer, ScratchSection(family="qwen3_vl", vision=VISION))
     return found

@@ -71,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> OpenRun:
         ledger.rollouts_started(draw, range(2), 0)
         replies = [tokenizer.encode(f"import os # {draw}<|im_end|>"), tokenizer.encode(f"It is {draw}.<|im_end|>")]
         members = tuple(rollout_of(at, prompt + reply, len(prompt), draw) for at, reply in enumerate(replies))
-        ledger.group_finished(Group(group_id=draw, task=members[0].task, rollouts=members, advantages=(-0.5, 0.5)))
+        ledger.groups_finished([Group(group_id=draw, task=members[0].task, rollouts=members, advantages=(-0.5, 0.5))])
     ledger.task_drawn(20, Task(env="shop", task_id="t9", data={}))
     ledger.rollouts_started(20, range(2), 0)
     call, tool, reply = (tokenizer.encode(text) for text in (CALL, TOOL + NEXT, "42<|im_end|>"))

@@ -755,7 +755,7 @@ def test_agents_round_trip_through_the_codec_and_the_ledger(tmp_path: Path):
     run_dir = RunDir(tmp_path / "run")
     ledger = Ledger(run_dir)
     ledger.task_drawn(group.group_id, group.task)
-    ledger.group_finished(group)
+    ledger.groups_finished([group])
     ledger.close()
     with LedgerReader(run_dir) as reader:
         assert agents_of(reader.group(group.group_id)) == agents_of(group)

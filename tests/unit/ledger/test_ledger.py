@@ -47,7 +47,7 @@ def test_a_group_is_loaded_as_it_was_written(run_dir: RunDir) -> None:
     sent = [group(0, 0), group(1, 0, 1, status=RolloutStatus.TRUNCATED), group(2, 0, failed=(0, 2))]
     for each in sent:
         run.start(each.group_id)
-        run.ledger.group_finished(each)
+        run.ledger.groups_finished([each])
     run.close()
     with LedgerReader(run_dir) as reader:
         assert all(same_group(reader.group(each.group_id), each) for each in sent)
@@ -72,7 +72,7 @@ def test_what_a_filter_dropped_is_a_column_and_is_not_trained(run_dir: RunDir) -
     dropped = msgspec.structs.replace(sent.rollouts[1], dropped_by="repetition", reason=Reason.TURN_LIMIT)
     sent = msgspec.structs.replace(sent, rollouts=(sent.rollouts[0], dropped, *sent.rollouts[2:]))
     run.start(0)
-    run.ledger.group_finished(sent)
+    run.ledger.groups_finished([sent])
     run.ledger.batch_shipped(1, [0])
     run.close()
     with LedgerReader(run_dir) as reader:
@@ -105,7 +105,7 @@ def test_a_reader_sees_rows_during_the_run(run_dir: RunDir) -> None:
     run.start(0)
     with LedgerReader(run_dir) as reader:
         assert reader.rollouts_by_status() == {"running": MEMBERS}
-        run.ledger.group_finished(group(0, 0))
+        run.ledger.groups_finished([group(0, 0)])
         assert reader.rollouts_by_status() == {"finished": MEMBERS}
     run.close()
 
@@ -113,7 +113,7 @@ def test_a_reader_sees_rows_during_the_run(run_dir: RunDir) -> None:
 def test_failed_members_are_not_in_the_batch(run_dir: RunDir) -> None:
     run = Run(run_dir).begin()
     run.start(0)
-    run.ledger.group_finished(group(0, 0, failed=(3,)))
+    run.ledger.groups_finished([group(0, 0, failed=(3,))])
     run.train(1, [0])
     run.close()
     with LedgerReader(run_dir) as reader:
@@ -142,7 +142,7 @@ def test_a_resume_reuses_finished_groups_and_undoes_later_steps(run_dir: RunDir)
 
     run = Run(run_dir, resumed_step=2)
     rewound = run.ledger.rewind(2)
-    assert (rewound.batches, rewound.rollouts_freed, rewound.rollouts_lost) == (1, 2 * MEMBERS, 2 * MEMBERS)
+    assert (rewound.batches, rewound.rollouts_lost) == (1, 2 * MEMBERS)
     reusable = run.ledger.resumable(2, oldest_version=0)
     assert [g.group_id for g in reusable] == [4, 5]  # trained in the undone step 3, sampled from version 2
     assert all(same_group(g, group(g.group_id, 2)) for g in reusable)
@@ -250,7 +250,7 @@ def test_drops_after_the_checkpoint_are_undone_and_earlier_ones_are_not(run_dir:
 def test_failed_groups_stay_failed_unless_their_weights_were_undone(run_dir: RunDir) -> None:
     run = steps(run_dir, 1)
     run.start(2)  # under version 1
-    run.ledger.group_finished(group(2, 1, failed=(0, 1, 2, 3)))
+    run.ledger.groups_finished([group(2, 1, failed=(0, 1, 2, 3))])
     run.close()
     run = Run(run_dir)
     run.ledger.rewind(1)

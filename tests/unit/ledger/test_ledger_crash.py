@@ -49,7 +49,7 @@ while True:
                         temperature=1.0, versions=(VersionSpan(step, 0, 50),))
         rollouts = tuple(Rollout(rollout_id=f"g{group_id}.{m}", group_id=group_id, member=m, task=task,
                                  status=RolloutStatus.FINISHED, branches=(branch,)) for m in range(4))
-        ledger.group_finished(Group(group_id=group_id, task=task, rollouts=rollouts, advantages=(0.0,) * 4))
+        ledger.groups_finished([Group(group_id=group_id, task=task, rollouts=rollouts, advantages=(0.0,) * 4)])
         ready.append(group_id)
     step += 1
     ledger.batch_shipped(step, ready[:2])
@@ -109,7 +109,10 @@ async def play(run_dir):
             os.write(played, f"{number} {member}\\n".encode())
         if rng.random() < 0.1:
             live.pop(number)
-            run.ledger.group_dropped(number, "x") if rng.random() < 0.5 else run.ledger.group_finished(group(number, 0))
+            if rng.random() < 0.5:
+                run.ledger.group_dropped(number, "x")
+            else:
+                run.ledger.groups_finished([group(number, 0)])
         await asyncio.sleep(0.002)
 
 asyncio.run(play(RunDir(Path(sys.argv[1]))))

@@ -30,8 +30,8 @@ def test_no_statement_of_a_step_reads_a_whole_table(tmp_path: Path) -> None:
     for draw in (6, 7, 8):
         run.start(draw)
     run.ledger.turn_played(6, 0, turn(0))
-    run.ledger.group_finished(group(6, 3))
-    run.ledger.group_finished(group(7, 3))
+    run.ledger.groups_finished([group(6, 3)])
+    run.ledger.groups_finished([group(7, 3)])
     run.ledger.group_dropped(8, "stale")
     run.train(4, [6, 7])
     assert run.ledger.next_draw() == 9 and run.ledger.open_draws() == []
@@ -52,7 +52,7 @@ def test_dropping_a_group_reads_only_its_own_rows(tmp_path: Path) -> None:
     run.ledger.group_dropped(1, "stale")
     running = run.ledger._db.execute("SELECT group_id, count(*) FROM rollouts WHERE status = 'running' GROUP BY 1")
     assert running.fetchall() == [(0, MEMBERS), (2, MEMBERS)]
-    run.ledger.group_finished(group(2, 0))
+    run.ledger.groups_finished([group(2, 0)])
     run.close()
 
 

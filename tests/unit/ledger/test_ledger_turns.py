@@ -34,7 +34,7 @@ def test_turns_are_a_column_and_come_back_with_the_group(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     run = ledger_runs.Run(run_dir).begin()
     run.start(0)
-    run.ledger.group_finished(scored_group())
+    run.ledger.groups_finished([scored_group()])
     run.ledger.close()
     with LedgerReader(run_dir) as reader:
         rows = reader.rows("SELECT turns FROM rollouts ORDER BY member")

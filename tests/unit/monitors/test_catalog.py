@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from cases.metric_names import unlisted
 from processes.add_ons import needs
 from syntax import tree_of
 
-from stretto.monitors.catalog import ENGINE, PARTS, markdown, unlisted
+from stretto.monitors.catalog import ENGINE, PARTS, markdown
 
 ROOT = Path(__file__).resolve().parents[3]
 MEASURED_IN = (

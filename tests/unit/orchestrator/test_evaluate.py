@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 from aiohttp import web
+from cases.metric_names import unlisted
 from fakes import CharRenderer, EchoEnv, FakeEngine, FakeTrainer, GuessEnv, parrot, run_virtual
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from stretto.base.paths import RunDir
 from stretto.config.root import EvalConfig
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection
 from stretto.ledger.reader import LedgerReader
-from stretto.monitors.catalog import unlisted
 from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.eval.results import build_eval_score, format_table, pass_all_k, pass_at_k, shortened
 from stretto.orchestrator.eval.verb import evaluate_engine

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import json_fault, meant_path, near_path, reason_of
+from stretto.config.reading.toml import BARE_KEY
 from stretto.config.section import KeyPath
 
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _BARE_VALUE = re.compile(r"[^\s,\]}#]+")
 _STRING = re.compile(r'"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:\\.|[^"\\])*"|\'[^\']*\'', re.DOTALL)
 
@@ -201,7 +201,7 @@ class _Scanner:
         parts = []
         while True:
             self.skip_blank()
-            match = _STRING.match(self.text, self.position) or _BARE_KEY.match(self.text, self.position)
+            match = _STRING.match(self.text, self.position) or BARE_KEY.match(self.text, self.position)
             assert match, f"no key at character {self.position}"
             parts.append(_unquoted(match.group()))
             self.position = match.end()

@@ -17,7 +17,7 @@ from stretto.config.section import KeyPath, Section, find
 
 CHOSEN_AT_START = frozenset({"port", "host", "base_url", "gpu_memory_utilization", "finish_within_s"})
 """Keys that a start chooses by itself if they are not given, such as a free port."""
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml_text(cls: type[Section], data: dict[str, Any], unwritten: Collection[KeyPath] = ()) -> str:
@@ -73,7 +73,7 @@ def _value(value: Any) -> str:
 
 
 def _key(name: str) -> str:
-    return name if _BARE.fullmatch(name) else _value(name)
+    return name if BARE_KEY.fullmatch(name) else _value(name)
 
 
 def _is_list_of_tables(value: Any) -> bool:

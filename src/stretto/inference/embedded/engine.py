@@ -222,7 +222,7 @@ class Engine:
             try:
                 self.core.load_weights(manifest.version, counted())
                 tensors.check_unchanged()
-            except Exception as error:
+            except Exception as error:  # what matters is whether weights were changed before it
                 if not num_loaded:  # the old weights are complete
                     raise
                 message = f"version {manifest.version} was loaded in part: {error}"
@@ -414,7 +414,7 @@ class Engine:
                 if not future.done():
                     future.set_exception(error)
                 raise
-            except Exception as error:
+            except Exception as error:  # the caller gets it, whatever it is
                 if not future.done():
                     future.set_exception(error)
                 else:

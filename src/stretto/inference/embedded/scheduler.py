@@ -387,7 +387,7 @@ class Scheduler:
         """Assign a request its slots; if that raises, only this request fails and its slots are freed."""
         try:
             self._assign_slots(request)
-        except Exception as error:
+        except Exception as error:  # the request gets it, whatever it is
             for slot in request.slots:
                 self.request_of[slot] = None
             self.slots.free(request.slots)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,7 +13,7 @@ from typing import TypeVar
 from stretto.base import log, process
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.foreign import warn_when_blocked
-from stretto.base.ports import is_free
+from stretto.base.ports import is_free, unused_port
 from stretto.base.status import STATUS_FD_VAR, harmless, report
 from stretto.chat.render import Renderer
 from stretto.config.root import EvalConfig, InferenceConfig
@@ -105,7 +104,7 @@ def with_server_address(cfg: Config) -> Config:
     if cfg.model is None:
         return cfg
     server = cfg.inference.server
-    port = server.port if "port" in server.model_fields_set else _free_port()
+    port = server.port if "port" in server.model_fields_set else unused_port()
     if not is_free(server.host, port):
         # The server that listens there would be evaluated instead of `model`.
         raise ConfigError(
@@ -160,9 +159,3 @@ async def serve_model(cfg: EvalConfig) -> AsyncIterator[str | None]:
     finally:
         ending.cancel()
         await process.stop([engine], grace_s=5.0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -78,17 +78,6 @@ IDLE_MICRO_BATCH = MicroBatch(
     envs=("idle",),
 )
 """Two tokens, for a pass whose result is not used."""
-
-
-class PassOptions(TypedDict, total=False):
-    """The keyword arguments of `build_pass_inputs`."""
-
-    is_scored: np.ndarray | None
-    sharing: SharedPrefixes
-    with_samples: bool
-    with_routes: bool
-    vision: VisionShape | None
-    with_unused_image: bool
 
 
 def has_trained_tokens(mb: MicroBatch) -> bool:

@@ -150,7 +150,7 @@ def _call_on_all(function: Callable[[], T], kind: Any, group: Any) -> list[T]:
     error: Exception | None = None
     try:
         result = function()
-    except Exception as cause:
+    except Exception as cause:  # the other ranks wait for an answer, whatever it is
         result, error = None, _failed_write(cause)
     answer = None if error is None else _reason(error), result
     answers: list[tuple[str | None, Any]] = exchange.gather(answer, tuple[str | None, kind], group)
