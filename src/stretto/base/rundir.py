@@ -22,7 +22,7 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError, reason_of
 from stretto.base.files import flush, read_holder, try_lock, whole_name, write_atomic, write_holder
-from stretto.base.paths import RunDir
+from stretto.base.paths import RunDir, steps_in
 
 logger = logging.getLogger(__name__)
 
@@ -150,12 +150,14 @@ def go_back(run: RunDir, step: int) -> list[int]:
 
     A later `--resume` would otherwise continue what was left, and limits on checkpoints would keep it alone.
     `prune_checkpoints` deletes them once the run has made another checkpoint. Evals of later versions count as not
-    done, because the same version will be of other weights: their results are renamed.
+    done, because the same version will be of other weights: their results are renamed. `weights/latest` points to the
+    newest export that is left.
     """
     for results in run.evals.glob("version_*/results.json"):
         version = results.parent.name.removeprefix("version_")
         if version.isdigit() and int(version) > step:
             results.replace(results.with_name("results_undone.json"))
+    _take_back_latest(run, step)
     later = [each for each in run.complete_checkpoints() if each > step]
     for each in reversed(later):
         run.undone.mkdir(exist_ok=True)
@@ -168,6 +170,20 @@ def go_back(run: RunDir, step: int) -> list[int]:
         steps = ", ".join(map(str, later))
         logger.info("undone: checkpoints of steps %s, which are in %s until there is another one", steps, run.undone)
     return later
+
+
+def _take_back_latest(run: RunDir, step: int) -> None:
+    """Point `weights/latest` at the newest export up to `step`, or nowhere, if it is of a step that is taken back."""
+    if run.latest_export() <= step:
+        return
+    left = [each for each in steps_in(run.weights) if each <= step]
+    if left:
+        run.link_latest_weights(left[-1])
+    else:
+        run.latest_weights.unlink()
+    flush(run.weights)
+    where = f"now {run.weights_step(left[-1]).name}" if left else "gone until there is another export"
+    logger.info("undone: the weights that %s pointed to; it is %s", run.latest_weights, where)
 
 
 def prune_checkpoints(run: RunDir, keep_last: int | None, keep_interval: int | None = None) -> list[int]:
@@ -196,8 +212,7 @@ def prune_exports(directory: Path, step: int, keep_last: int | None, keep_interv
     Those of later steps stay: a run that was resumed from an earlier step has not come to them yet. keep_last None: all
     are kept; those of every `keep_interval`-th step always are.
     """
-    names = (re.fullmatch(r"step_(\d+)", path.name) for path in directory.glob("step_*"))
-    steps = sorted(number for name in names if name and (number := int(name[1])) <= step)
+    steps = [each for each in steps_in(directory) if each <= step]
     deleted = [] if keep_last is None else steps[:-keep_last]
     deleted = [each for each in deleted if keep_interval is None or each % keep_interval]
     for each in deleted:

@@ -95,6 +95,17 @@ def test_what_a_run_has_left_by_going_back_is_not_resumed_nor_kept_for_the_new(r
     assert run.complete_checkpoints() == [2, 4]
 
 
+@pytest.mark.parametrize(("exported", "step", "latest"), [([2, 4, 10], 5, 4), ([2, 4], 4, 4), ([6], 5, None)])
+def test_the_latest_weights_are_none_of_steps_that_are_taken_back(run: RunDir, exported, step, latest) -> None:
+    for each in exported:
+        run.weights_step(each).mkdir(parents=True)
+        run.link_latest_weights(each)
+    rundir.go_back(run, step)
+    assert run.latest_weights.is_symlink() == (latest is not None)
+    assert latest is None or run.latest_weights.resolve() == run.weights_step(latest)
+    assert run.weights_step(exported[-1]).is_dir(), "who knows its step can still have it"
+
+
 def test_checkpoints_on_a_disk_that_is_not_there_are_not_missing(run: RunDir) -> None:
     run.checkpoints.symlink_to("gone")
     with pytest.raises(ConfigError, match="a link to gone, which is not there"):
