@@ -293,6 +293,12 @@ def test_the_restart_command_omits_options_of_one_start(argv: list[str], again: 
     assert report.restart_command(RUN, argv).endswith(f"rl {again}")
 
 
+def test_the_restart_command_of_sft_is_one_of_sft() -> None:
+    argv = ["sft", "@", "sft.toml", "--ckpt.resume-step", "4", "--clean", "--seed", "1"]
+    assert report.restart_command(RUN, argv, verb="sft").endswith("sft @ sft.toml --seed 1")
+    assert report.restart_command(RUN, argv[1:], verb="sft").endswith("sft @ sft.toml --seed 1")
+
+
 def test_a_run_with_an_origin_continues_alone_and_restarts_from_the_origin() -> None:
     argv = ["rl", "@", "a.toml", "--resume.dir", "first", "--resume.step=4", "--clean", "--seed", "1"]
     assert report.restart_command(RUN, argv).endswith("rl @ a.toml --seed 1")
