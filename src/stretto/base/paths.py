@@ -153,6 +153,8 @@ class RunDir:
         """Marker of a complete checkpoint, written last; without it the checkpoint does not count."""
         return self.checkpoint(step) / "COMPLETE"
 
+    checkpoints_of = _Below("checkpoints/of_run")
+    """Behind a link: which run directory the checkpoints belong to, as text; a copy of that has the same link."""
     undone = _Below("checkpoints/undone")
     """Directory of complete checkpoints after a step to which the run has gone back, until it has made another one."""
 

@@ -96,6 +96,8 @@ def claim(
             discard(run)
         if checkpoints is not None:
             _link_checkpoints(run, checkpoints)
+        if run.checkpoints.is_symlink():
+            write_atomic(run.checkpoints_of, os.path.realpath(run).encode())
         if JOB_VAR not in os.environ:
             record = {"by": "local", "host": socket.gethostname()}
             write_atomic(run.launch, json.dumps(record).encode() + b"\n")
@@ -119,6 +121,7 @@ def claim_part(run: RunDir, role: str, *, is_new: bool, clean: bool) -> Iterator
             "before you start the first of them, or start all with `rl`."
         )
     _contents(run.path)
+    _check_link(run)
     _make(run)
     with ExitStack() as stack:
         stack.callback(os.close, _lock(run, run.lock, is_shared=True))
@@ -252,11 +255,33 @@ def _link_checkpoints(run: RunDir, directory: Path) -> None:
             f"ckpt.output_dir: {target} has checkpoints of another run of this name; delete them, or give this run "
             "another name with --run.name"
         )
+    if (other := _other_run_of(target, run)) is not None:
+        raise ConfigError(f"ckpt.output_dir: {target} is for the checkpoints of {other}; give this run another name")
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
         raise ConfigError(f"ckpt.output_dir: cannot make {target}: {reason_of(cause, target)}") from cause
     link.symlink_to(target)
+
+
+def _check_link(run: RunDir) -> None:
+    """Raises: ConfigError if RUN/checkpoints is a link to those of another run, of which this directory is a copy."""
+    if run.checkpoints.is_symlink() and (other := _other_run_of(run.checkpoints, run)) is not None:
+        raise ConfigError(
+            f"{run.checkpoints} is a link to the checkpoints of {other}, from which this directory was copied; a run "
+            f"here would change them. Remove the link (the checkpoints stay), and copy them to its place if this run "
+            f"goes on from them: rm {run.checkpoints}; cp -r {run.checkpoints.resolve()} {run.checkpoints}"
+        )
+
+
+def _other_run_of(checkpoints: Path, run: RunDir) -> RunDir | None:
+    """The run whose checkpoints these are by their own file, if it is still there and is not this one."""
+    try:
+        owner = RunDir(Path((checkpoints / run.checkpoints_of.name).read_text(errors="replace")))
+    except OSError:
+        return None
+    links_here = os.path.realpath(owner.checkpoints) == os.path.realpath(checkpoints)
+    return owner if links_here and os.path.realpath(owner) != os.path.realpath(run) else None
 
 
 def _delete_linked(run: RunDir) -> None:
@@ -272,6 +297,7 @@ def check(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: P
     """
     _check_writable(run.path)
     contents = _contents(run.path)
+    _check_link(run)
     start = None
     if resume and origin is None:
         return _resume_step(run, contents, step)
