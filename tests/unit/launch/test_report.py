@@ -318,6 +318,11 @@ def test_a_verb_is_typed_by_name_where_the_shell_finds_it_and_never_as_the_shell
     monkeypatch.chdir(tmp_path.parent)
     assert report.program("rl") == f"{tmp_path.name}/rl"
     assert report.program("eval") == f"{tmp_path.name}/stretto eval"
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert report.program("rl") == str(tmp_path / "rl"), "the directory in which the run was started is gone"
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert (report.program("rl"), report.program("eval")) == ("rl", "stretto eval")
     assert report.program("sft").endswith("python -m stretto sft")

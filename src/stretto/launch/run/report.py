@@ -15,6 +15,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,8 +237,10 @@ def program(verb: str) -> str:
     if in_shell and Path(in_shell).resolve() == beside_python.resolve():
         return name + rest
     if beside_python.exists():
-        is_below = beside_python.is_relative_to(Path.cwd())
-        return shlex.quote(os.path.relpath(beside_python) if is_below else str(beside_python)) + rest
+        with suppress(FileNotFoundError):  # the directory in which the command was typed may be gone
+            if beside_python.is_relative_to(Path.cwd()):
+                beside_python = Path(os.path.relpath(beside_python))
+        return shlex.quote(str(beside_python)) + rest
     return f"{shlex.quote(sys.executable)} -m stretto {verb}"
 
 
