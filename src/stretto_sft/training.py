@@ -108,6 +108,8 @@ def main(cfg: SFTConfig) -> int:
                 raise
         if session.is_stopped_early and not session.has_begun and session.is_new and is_lead_process():
             rundir.discard(cfg.run_dir)
+            if session.budget_reason is not None:  # a resume asks for a larger one
+                write_summary(session, {})
         return 0
 
 
@@ -484,8 +486,12 @@ def end_run(session: Session, monitors: Monitors) -> None:
     """Validate, save, wait for evals, and log where the results are."""
     cfg, learner, run, is_stopped_early = session.cfg, session.learner, session.run, session.is_stopped_early
     if is_stopped_early and not session.has_begun:
-        if is_lead_process():
+        if is_lead_process() and session.budget_reason is None:
             logger.info("stopped before the first step: there was nothing to save")
+        elif is_lead_process():
+            words = f"{'' if session.is_new else '--resume and '}{session.purse.larger()}"
+            logger.info("nothing was trained: %s, before the first step", session.budget_reason)
+            logger.info("next: the same command with %s", words)
         return
     validation = session.validation
     if validation is not None and learner.step not in validation.losses and not is_stopped_early:
