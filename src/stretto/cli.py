@@ -139,10 +139,10 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
         sys.stdout.flush()
         return code
     except ConfigError as error:
-        _print_error(str(error))
+        _print_error(str(error), error)
         return 2
     except StrettoError as error:
-        _print_error(str(error))
+        _print_error(str(error), error)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -156,7 +156,7 @@ def run_verb(verb: str, words: list[str], *, command: str | None = None) -> int:
         known = _of_the_machine(error)
         if is_child and known is None:  # its output is a log
             raise
-        _print_error(known or _unexpected(error))
+        _print_error(known or _unexpected(error), error)
         return 1
 
 
@@ -197,12 +197,14 @@ def _homeless(error: Exception) -> str | None:
     return str(inner.tb_frame.f_locals["self"])
 
 
-def _print_error(text: str) -> None:
+def _print_error(text: str, error: Exception | None = None) -> None:
+    """error: what verbs have noted on it, as how to continue their run, follows."""
     import re
 
     from stretto.base.status import harmless
 
     text = re.sub(r"\[Errno -?\d+\] ", "", text)  # of a library's error that it quotes
+    text = "\n".join([text, *getattr(error, "__notes__", ())])
     print(f"error: {harmless(text)}", file=sys.stderr)  # it may quote a model or an environment
 
 

@@ -4,5 +4,5 @@ from stretto.addons import ConfigVerb
 
 SUMMARIES = {"critic": "the critic of an rl run alone, where it has ranks of its own"}
 CRITIC = ConfigVerb(
-    "stretto.config.root:TrainerConfig", "stretto_critic.ranks:main", "stretto.dry_run:trainer", computes=True
+    "stretto.config.root:TrainerConfig", "stretto_critic.ranks:main", "stretto_critic.dry_run:screen", computes=True
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stretto.base.errors import ConfigError
 from stretto.check.backend import find_backend
 from stretto.check.models import check_beside_policy, check_model, find_model
-from stretto.config.root import RLConfig
+from stretto.config.root import RLConfig, TrainerConfig
 
 
 def check(cfg: RLConfig) -> None:
@@ -31,3 +31,11 @@ def check(cfg: RLConfig) -> None:
         backend.check(family, {}, cfg.model.model_copy(update={"ac": critic.ac}))
     except ConfigError as error:
         raise ConfigError(str(error).replace("[model.ac]", "[trainer.critic.ac]")) from None
+
+
+def check_is_alone(cfg: TrainerConfig) -> None:
+    """Raises: ConfigError if the critic has no process of its own."""
+    if cfg.critic is None or cfg.critic.placement is None:
+        raise ConfigError(
+            "trainer.critic.placement is missing: without it the critic is on the trainer's ranks, and has no process"
+        )

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from stretto.base import rundir
-from stretto.base.errors import ConfigError, WireError
+from stretto.base.errors import WireError
 from stretto.base.runtime import freeze_objects
 from stretto.config.root import TrainerConfig
 from stretto.records.sample import MicroBatch
@@ -25,6 +25,7 @@ from stretto.trainer.state import checkpoint
 from stretto.trainer.updates import parts_of_step
 from stretto.trainer.valuer import NAME
 from stretto_critic.build import build_alone
+from stretto_critic.check import check_is_alone
 from stretto_critic.critic import Critic
 from stretto_critic.wire import Batch, Command, CriticWire, Flushed, Ready, Targets, Trained, Values, open_wire
 
@@ -33,10 +34,7 @@ logger = logging.getLogger(__name__)
 
 def main(cfg: TrainerConfig) -> int:
     """Train the critic until the policy's ranks end; the exit status."""
-    if cfg.critic is None or cfg.critic.placement is None:
-        raise ConfigError(
-            "trainer.critic.placement is missing: without it the critic is on the trainer's ranks, and has no process"
-        )
+    check_is_alone(cfg)
     with rank_process(cfg, NAME):  # a signal to finish reaches the policy's ranks, which then end this process
         critic, tokenizer_dir = build_alone(cfg)
         process = CriticProcess(cfg, critic, tokenizer_dir)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -29,6 +30,7 @@ from stretto.launch.launchers import all_launchers
 from stretto.launch.plan.nodes import on_visible_gpus
 from stretto.launch.plan.placement import free_port
 from stretto.launch.plan.processes import RENDEZVOUS_PORT, ProcessSpec
+from stretto.launch.run.report import how_to_continue
 from stretto.launch.run.supervisor import Supervisor, Timeouts, serve
 from stretto_sft.check import check_devices
 from stretto_sft.plan import HOSTS_KEY, LOOPBACK, find_gpus, plan_ranks, rank_process
@@ -83,7 +85,10 @@ def _lead(cfg: SFTConfig, specs: Sequence[ProcessSpec], claim: rundir.Claim) -> 
     """Run the ranks of the machine that has rank 0."""
     timeouts = Timeouts(end_s=END_S, grace_s=GRACE_S)
     supervisor = Supervisor(specs, cfg.run_dir, None, timeouts=timeouts, pass_fds=(claim.lock_fd,))
-    return asyncio.run(supervisor.run())
+    code = asyncio.run(supervisor.run())
+    if code and (cfg.run_dir.metrics("sft").exists() or cfg.run_dir.latest_complete_checkpoint()):
+        sys.stderr.write(how_to_continue(cfg.run_dir, cfg, "sft") + "\n")
+    return code
 
 
 # -- several machines --

@@ -44,6 +44,7 @@ from stretto.config.load import dump, write_json
 from stretto.config.root import SFTConfig
 from stretto.config.sections.sft import PREFERENCE, Data, PreferenceData, SourceData
 from stretto.config.sections.trainer import CkptSection, num_kept
+from stretto.launch.run.report import how_to_continue
 from stretto.models.hf import Policy
 from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
@@ -100,10 +101,25 @@ def main(cfg: SFTConfig) -> int:
             rundir.go_back(cfg.run_dir, session.saved_step)
         with stop_on_signal(*stop_signals(), signal.SIGUSR2) as stop:
             stop.is_set |= was_asked_to_finish()  # the signal may have come before this handler was set
-            run_steps(session, stop, snapshots)
+            try:
+                run_steps(session, stop, snapshots)
+            except Exception as error:
+                _note_how_to_continue(session, error)
+                raise
         if session.is_stopped_early and not session.has_begun and session.is_new and is_lead_process():
             rundir.discard(cfg.run_dir)
+            if session.budget_reason is not None:  # a resume asks for a larger one
+                write_summary(session, {})
         return 0
+
+
+def _note_how_to_continue(session: Session, error: Exception) -> None:
+    """Add to an error how its run goes on, if it has come to something.
+
+    Not where another program has started the ranks: the launcher of `sft` says it, and torchrun's command is not known.
+    """
+    if "WORLD_SIZE" not in os.environ and (session.has_begun or session.run.latest_complete_checkpoint()):
+        error.add_note(how_to_continue(session.run, session.cfg, ROLE))
 
 
 Packer = Callable[[Sequence[int]], list[Any]]
@@ -470,8 +486,12 @@ def end_run(session: Session, monitors: Monitors) -> None:
     """Validate, save, wait for evals, and log where the results are."""
     cfg, learner, run, is_stopped_early = session.cfg, session.learner, session.run, session.is_stopped_early
     if is_stopped_early and not session.has_begun:
-        if is_lead_process():
+        if is_lead_process() and session.budget_reason is None:
             logger.info("stopped before the first step: there was nothing to save")
+        elif is_lead_process():
+            words = f"{'' if session.is_new else '--resume and '}{session.purse.larger()}"
+            logger.info("nothing was trained: %s, before the first step", session.budget_reason)
+            logger.info("next: the same command with %s", words)
         return
     validation = session.validation
     if validation is not None and learner.step not in validation.losses and not is_stopped_early:

@@ -74,6 +74,22 @@ def test_two_trainer_ranks_train_like_one(tmp_path: Path, alone, name: str) -> N
         torch.testing.assert_close(tensor, other, rtol=0, atol=1e-4, msg=key)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path, alone, before: int) -> None:
+    """One of `before` ranks, with two or one from step 3 on, as if it had been one rank all the time."""
+    settings, one = alone
+    ranks = {1: {}, 2: TWO_RANKS["fsdp"]}
+    rl(tmp_path, merged(settings, ranks[before], {"max_steps": 2, "ckpt": {}}))
+    ended = rl(tmp_path, merged(settings, ranks[3 - before], {"ckpt": {}}), "--resume")
+    for column in ("loss/mean", "optim/grad_norm", "entropy/mean", "batch/tokens"):
+        assert len(ended.column(column)) == 3
+        assert ended.column(column) == pytest.approx(one.column(column), rel=1e-4, abs=1e-5), column
+    ours, theirs = (hub.load_model(e.run.weights_step(3), dtype=torch.float32) for e in (ended, one))
+    for (key, tensor), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        torch.testing.assert_close(tensor, other, rtol=0, atol=1e-4, msg=key)
+
+
 PROVIDER = """
 def frozen(args, build):
     model = build()

@@ -81,6 +81,8 @@ def test_a_rank_that_is_killed_is_named_and_takes_the_others_with_it(tmp_path):
     code, output = wait(popen)
     assert code == 1 and "FAILED: sft_1" in output and "killed by SIGKILL" in output, output
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    _, _, command = output.partition(f"continue from step {run.latest_complete_checkpoint()}:\n")
+    assert f"@ {tmp_path}/run.toml --trainer-gpu-ids 0,1 --resume --max-steps 100000" in command, output
 
 
 def test_what_is_wrong_with_the_data_is_reported(tmp_path):

@@ -58,6 +58,7 @@ BELOW = {
         "check",
         "config",
         "data",
+        "dry_run",
         "models",
         "records",
         "trainer",

@@ -153,12 +153,14 @@ class RunDir:
         """Marker of a complete checkpoint, written last; without it the checkpoint does not count."""
         return self.checkpoint(step) / "COMPLETE"
 
+    checkpoints_of = _Below("checkpoints/of_run")
+    """Behind a link: which run directory the checkpoints belong to, as text; a copy of that has the same link."""
     undone = _Below("checkpoints/undone")
     """Directory of complete checkpoints after a step to which the run has gone back, until it has made another one."""
 
     def complete_checkpoints(self) -> list[int]:
         """Steps whose checkpoint is complete, in ascending order."""
-        return [step for step in _steps_in(self.checkpoints) if self.complete_marker(step).exists()]
+        return [step for step in steps_in(self.checkpoints) if self.complete_marker(step).exists()]
 
     def latest_complete_checkpoint(self) -> int | None:
         """Newest step whose checkpoint is complete."""
@@ -173,6 +175,11 @@ class RunDir:
     best_weights = _Below("weights/best")
     latest_weights = _Below("weights/latest")
     """Link to the newest export."""
+
+    def latest_export(self) -> int:
+        """The step that `latest` points to; 0 if it is no link."""
+        match = _STEP.fullmatch(os.readlink(self.latest_weights)) if self.latest_weights.is_symlink() else None
+        return int(match[1]) if match else 0
 
     def link_latest_weights(self, step: int) -> None:
         """Point `latest` at the export of `step`, atomically."""
@@ -198,7 +205,8 @@ class RunDir:
         return self.rollouts / f"step_{step}" / f"rank_{rank}.bin"
 
 
-def _steps_in(directory: Path) -> list[int]:
+def steps_in(directory: Path) -> list[int]:
+    """The steps of the entries `step_N` of a directory, in ascending order; none if there is no directory."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:

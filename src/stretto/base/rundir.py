@@ -22,7 +22,7 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError, reason_of
 from stretto.base.files import flush, read_holder, try_lock, whole_name, write_atomic, write_holder
-from stretto.base.paths import RunDir
+from stretto.base.paths import RunDir, steps_in
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,8 @@ def claim(
             discard(run)
         if checkpoints is not None:
             _link_checkpoints(run, checkpoints)
+        if run.checkpoints.is_symlink():
+            write_atomic(run.checkpoints_of, os.path.realpath(run).encode())
         if JOB_VAR not in os.environ:
             record = {"by": "local", "host": socket.gethostname()}
             write_atomic(run.launch, json.dumps(record).encode() + b"\n")
@@ -119,6 +121,7 @@ def claim_part(run: RunDir, role: str, *, is_new: bool, clean: bool) -> Iterator
             "before you start the first of them, or start all with `rl`."
         )
     _contents(run.path)
+    _check_link(run)
     _make(run)
     with ExitStack() as stack:
         stack.callback(os.close, _lock(run, run.lock, is_shared=True))
@@ -150,12 +153,14 @@ def go_back(run: RunDir, step: int) -> list[int]:
 
     A later `--resume` would otherwise continue what was left, and limits on checkpoints would keep it alone.
     `prune_checkpoints` deletes them once the run has made another checkpoint. Evals of later versions count as not
-    done, because the same version will be of other weights: their results are renamed.
+    done, because the same version will be of other weights: their results are renamed. `weights/latest` points to the
+    newest export that is left.
     """
     for results in run.evals.glob("version_*/results.json"):
         version = results.parent.name.removeprefix("version_")
         if version.isdigit() and int(version) > step:
             results.replace(results.with_name("results_undone.json"))
+    _take_back_latest(run, step)
     later = [each for each in run.complete_checkpoints() if each > step]
     for each in reversed(later):
         run.undone.mkdir(exist_ok=True)
@@ -168,6 +173,20 @@ def go_back(run: RunDir, step: int) -> list[int]:
         steps = ", ".join(map(str, later))
         logger.info("undone: checkpoints of steps %s, which are in %s until there is another one", steps, run.undone)
     return later
+
+
+def _take_back_latest(run: RunDir, step: int) -> None:
+    """Point `weights/latest` at the newest export up to `step`, or nowhere, if it is of a step that is taken back."""
+    if run.latest_export() <= step:
+        return
+    left = [each for each in steps_in(run.weights) if each <= step]
+    if left:
+        run.link_latest_weights(left[-1])
+    else:
+        run.latest_weights.unlink()
+    flush(run.weights)
+    where = f"now {run.weights_step(left[-1]).name}" if left else "gone until there is another export"
+    logger.info("undone: the weights that %s pointed to; it is %s", run.latest_weights, where)
 
 
 def prune_checkpoints(run: RunDir, keep_last: int | None, keep_interval: int | None = None) -> list[int]:
@@ -196,8 +215,7 @@ def prune_exports(directory: Path, step: int, keep_last: int | None, keep_interv
     Those of later steps stay: a run that was resumed from an earlier step has not come to them yet. keep_last None: all
     are kept; those of every `keep_interval`-th step always are.
     """
-    names = (re.fullmatch(r"step_(\d+)", path.name) for path in directory.glob("step_*"))
-    steps = sorted(number for name in names if name and (number := int(name[1])) <= step)
+    steps = [each for each in steps_in(directory) if each <= step]
     deleted = [] if keep_last is None else steps[:-keep_last]
     deleted = [each for each in deleted if keep_interval is None or each % keep_interval]
     for each in deleted:
@@ -237,11 +255,33 @@ def _link_checkpoints(run: RunDir, directory: Path) -> None:
             f"ckpt.output_dir: {target} has checkpoints of another run of this name; delete them, or give this run "
             "another name with --run.name"
         )
+    if (other := _other_run_of(target, run)) is not None:
+        raise ConfigError(f"ckpt.output_dir: {target} is for the checkpoints of {other}; give this run another name")
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
         raise ConfigError(f"ckpt.output_dir: cannot make {target}: {reason_of(cause, target)}") from cause
     link.symlink_to(target)
+
+
+def _check_link(run: RunDir) -> None:
+    """Raises: ConfigError if RUN/checkpoints is a link to those of another run, of which this directory is a copy."""
+    if run.checkpoints.is_symlink() and (other := _other_run_of(run.checkpoints, run)) is not None:
+        raise ConfigError(
+            f"{run.checkpoints} is a link to the checkpoints of {other}, from which this directory was copied; a run "
+            f"here would change them. Remove the link (the checkpoints stay), and copy them to its place if this run "
+            f"goes on from them: rm {run.checkpoints}; cp -r {run.checkpoints.resolve()} {run.checkpoints}"
+        )
+
+
+def _other_run_of(checkpoints: Path, run: RunDir) -> RunDir | None:
+    """The run whose checkpoints these are by their own file, if it is still there and is not this one."""
+    try:
+        owner = RunDir(Path((checkpoints / run.checkpoints_of.name).read_text(errors="replace")))
+    except OSError:
+        return None
+    links_here = os.path.realpath(owner.checkpoints) == os.path.realpath(checkpoints)
+    return owner if links_here and os.path.realpath(owner) != os.path.realpath(run) else None
 
 
 def _delete_linked(run: RunDir) -> None:
@@ -257,6 +297,7 @@ def check(run: RunDir, *, resume: bool, step: int | None, clean: bool, origin: P
     """
     _check_writable(run.path)
     contents = _contents(run.path)
+    _check_link(run)
     start = None
     if resume and origin is None:
         return _resume_step(run, contents, step)

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.base.rundir import check_max_steps, find_checkpoint, recovery_advice
+from stretto.check.models import find_model
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.sections.model import LoRASection, ModelSection
+from stretto.families.table import FAMILIES
 
 SCHEMA = 2
 VALUES = "state.json"
 """The file of a part that has its plain values, and the size of every other file."""
 TRAINER, CRITIC = "trainer", "critic"
 """The parts of a checkpoint, each a directory; only a critic on ranks of its own has one."""
+_OF_MODEL = (
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "n_routed_experts", "num_experts", "num_local_experts",
+)  # fmt: skip
+_OF_SCRATCH = (
+    "family", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "tie_word_embeddings", "phrases",
+)  # fmt: skip
+_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "has_expert_bias")
+"""Keys that decide which weights a model has: of a config.json, of [model.scratch], and of that for experts."""
 OWN_KEYS = "resume with the run's own [model] and [optim]"
 
 
 def check_resumed(cfg: RLConfig | SFTConfig) -> None:
     """Check that the run can go on from the checkpoint that [resume] names, as far as its plain files tell.
 
-    Raises: ConfigError or DataError for one that is damaged, of another kind of run, optimizer, adapter or critic, or
-    of a step after max_steps.
+    Raises: ConfigError or DataError for one that is damaged, of another kind of run, model, optimizer, adapter or
+    critic, or of a step after max_steps.
     """
     if cfg.resume is None or (isinstance(cfg, RLConfig) and cfg.service is not None):  # a service has its state
         return
@@ -66,16 +80,63 @@ def _check_values(values: dict[str, Any], directory: Path, cfg: RLConfig | SFTCo
         if values["optim"] != optim:
             text = f"state of optimizer {values['optim']!r}, but [optim] type = {optim!r}"
             raise DataError(f"{directory}: {text}; {OWN_KEYS}")
-    lora, scaling = cfg.model.lora, values.get("adapter_scaling", ...)  # checkpoints of older versions lack the key
+    _check_network(values.get("network", {}), directory, cfg.model)
+    _check_adapter(values, directory, cfg.model.lora)
+
+
+def network_of(model: ModelSection, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a model that decide which weights it has, by key.
+
+    found: its config.json, which one that is made from scratch does not need.
+    """
+    if (scratch := model.scratch) is None:
+        numbers = {**found, **(found.get("text_config") or {}), "model_type": found.get("model_type")}
+        return {key: numbers[key] for key in ("model_type", *_OF_MODEL) if numbers.get(key) is not None}
+    has_experts = FAMILIES[scratch.family].scratch(scratch).get("moe") is not None
+    keys = (*_OF_SCRATCH, *_OF_EXPERTS) if has_experts else _OF_SCRATCH
+    return scratch.model_dump(mode="json", include=set(keys))
+
+
+def _check_network(saved: Mapping[str, Any], directory: Path, model: ModelSection) -> None:
+    """Raises: DataError for the state of another model. saved: what `network_of` said, empty if it was not asked."""
+    here = None if model.scratch is not None or not saved else find_model(model.name)
+    if not saved or (here is None and model.scratch is None):
+        return
+    mine = network_of(model, {} if here is None else here.found)
+    for key in saved:
+        if key in mine and mine[key] != saved[key]:
+            where = f"{model.name}" if model.scratch is None else "[model.scratch]"
+            raise DataError(
+                f"{directory}: state of a model with {key} = {saved[key]!r:.60}, but {where} has {mine[key]!r:.60}; "
+                f"{OWN_KEYS}"
+            )
+
+
+def _check_adapter(values: dict[str, Any], directory: Path, lora: LoRASection | None) -> None:
+    """Raises: DataError for the state of another adapter."""
+    scaling, adapter = values.get("adapter_scaling", ...), values.get("adapter")  # older checkpoints lack the keys
     if lora is None and scaling not in (None, ...):
         raise DataError(f"{directory}: state of an adapter, but there is no [model.lora]; {OWN_KEYS}")
     if lora is not None and scaling is None:
         raise DataError(f"{directory}: state without an adapter, but there is a [model.lora]; {OWN_KEYS}")
-    if lora is not None and scaling is not ... and scaling != lora.alpha / lora.rank:
+    if lora is None:
+        return
+    if adapter is not None and adapter["rank"] != lora.rank:
+        text = f"state of an adapter of rank {adapter['rank']}, but [model.lora] has rank = {lora.rank}"
+        raise DataError(f"{directory}: {text}; {OWN_KEYS}")
+    if scaling is not ... and scaling != lora.alpha / lora.rank:
         raise DataError(
             f"{directory}: state of an adapter with alpha / rank = {scaling:g}, but [model.lora] has "
             f"{lora.alpha / lora.rank:g}; {OWN_KEYS}"
         )
+    if adapter is None:
+        return
+    missing = sorted(set(adapter["layers"]) - set(lora.target_modules))
+    more = sorted(set(adapter["bare"]) & set(lora.target_modules))
+    if missing or more:
+        fault = f"names {', '.join(more)} too" if more else f"lacks {', '.join(missing)}"
+        text = f"state of an adapter of {', '.join(adapter['layers'])}, but [model.lora] target_modules {fault}"
+        raise DataError(f"{directory}: {text}; {OWN_KEYS}")
 
 
 def check_has_optimizer(values: dict[str, Any], directory: Path) -> None:

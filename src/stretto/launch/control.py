@@ -36,7 +36,8 @@ def status(words: list[str]) -> int:
     parser.add_argument("run", type=Path, help="the run's directory")
     run = find_run(parser.parse_args(words).run)
     rows = {"run": str(run), **_launcher(run), **_progress(run)}
-    if (queues := queue_text(run)) is not None:
+    has_ended = read_json(run.launch).get("by") == "local" and holder(run.lock) is None
+    if not has_ended and (queues := queue_text(run)) is not None:  # the ports of one that has may be another run's now
         rows["queues"] = queues
     rows["logs"] = ", ".join(_logs(run)) or "none yet"
     sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows.items()))

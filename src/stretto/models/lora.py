@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTABLE = (nn.Linear, Experts)
+"""Layers that can have an adapter."""
 _PREFIX = "base_model.model."
 _HALVES = ("lora_A", "lora_B")
 
@@ -155,7 +157,7 @@ def attach_adapters(policy: nn.Module, lora: LoRASection, seed: int = 0) -> None
     num_layers = dict.fromkeys(lora.target_modules, 0)
     for path, module in list(policy.named_modules()):
         name = path.rpartition(".")[2]
-        if name not in num_layers or not isinstance(module, nn.Linear | Experts):
+        if name not in num_layers or not isinstance(module, ADAPTABLE):
             continue
         if isinstance(module, nn.Linear) and module.weight is policy.output_weight:
             raise ConfigError(f"[model.lora] target_modules: {name} is the output head, which has no adapter")

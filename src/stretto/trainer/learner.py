@@ -28,6 +28,7 @@ from stretto.chat.placeholders import PLACEHOLDER
 from stretto.chat.scratch import build_scratch_files
 from stretto.chat.templates import DEFAULT
 from stretto.chat.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+from stretto.check.checkpoint import network_of
 from stretto.check.degrees import check_vision
 from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, LossSection
 from stretto.config.sections.model import ModelSection, TokenizerSection
@@ -35,6 +36,7 @@ from stretto.config.sections.trainer import Optim, Scheduler
 from stretto.data.hub_model import fetch
 from stretto.models import hub
 from stretto.models.hf import Policy, build_meta_hf_model, load_hf_model
+from stretto.models.lora import ADAPTABLE, is_adapter_parameter
 from stretto.models.tensor_map import TensorSlice
 from stretto.records.sample import MicroBatch
 from stretto.records.token_counts import TokenCounts, counts_of_step, has_signal, weigh_by_rollout
@@ -426,7 +428,18 @@ class Learner:
         values: dict[str, Any] = {"step": self.step, "optim": self._optim.type, "schedule_start": self._schedule_start}
         info = self.adapter_info()
         values |= {"adapter_scaling": None if info is None else info.scaling, "has_critic": self.valuer is not None}
+        values |= {"network": network_of(self._model, self.policy.config.hf), "adapter": self._adapter_values()}
         return LearnerState(parts, values)
+
+    def _adapter_values(self) -> dict[str, Any] | None:
+        """Rank and layers of the adapter, by the last parts of their names; bare: layers that could have one, too."""
+        if self._lora is None:
+            return None
+        names = filter(is_adapter_parameter, self.network.weights.shapes())
+        layers = {name.split(".")[-2] for name in names}
+        modules = self.policy.named_modules()
+        found = {name.rpartition(".")[2] for name, module in modules if isinstance(module, ADAPTABLE)}
+        return {"rank": self._lora.rank, "layers": sorted(layers), "bare": sorted(found - layers)}
 
     @torch.no_grad()
     def load_state(self, source: StateSource) -> None:

@@ -75,10 +75,12 @@ def page(ledger: LedgerReader, filters: Filters, *, before: int | None = None, l
 
     before: `next` of the previous page. `searched` is how many rows were searched for this page.
 
-    Raises: ConfigError for an unknown sort.
+    Raises: ConfigError for an unknown sort, or one of a step without the step.
     """
     if filters.sort not in SORTS:
         raise ConfigError(f"sort {filters.sort!r}: the orders are {', '.join(SORTS)}.")
+    if filters.step is None and filters.sort != "newest":
+        raise ConfigError(f"sort {filters.sort!r} orders the rollouts of one step; give `step`, too.")
     if filters.step is not None:
         return _of_step(ledger, filters, before or 0, limit)
     if filters.status == "running":

@@ -172,6 +172,8 @@ CLASHES: tuple[Clash, ...] = (
     Clash("--critic-save --save", lambda v: _is_ppo(v) and v.has("--critic-save") and not v.has("--save"),
           "{0} needs {1}, the directory"),
     _needs("--ckpt-step", "--load", ", the run that it is a step of"),
+    *(_needs(f"--{name}-ckpt-step", f"--{name}-load", ", the checkpoint that it is a step of")
+      for name in ("ref", "opd-teacher")),
     Clash("--save-hf --hf-checkpoint", lambda v: v.save_hf is not None and v.save_hf == v.hf_checkpoint,
           "{0} would write over {1}; name another directory"),
     _needs_evals("--eval-interval"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stretto.base.errors import ConfigError
+from stretto.cli import run_verb
 from stretto.config.load import load
 from stretto.config.root import RLConfig, TrainerConfig
 
@@ -47,3 +48,11 @@ def test_its_rules_hold_for_the_trainer_alone(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("[critic]\n")
     with pytest.raises(ConfigError, match=r"critic trains values that are not used; add \[advantages\]"):
         load(TrainerConfig, ["@", str(tmp_path / "c.toml")], verb="trainer")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+def test_a_critic_on_the_trainers_ranks_has_no_process(words: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_verb("critic", words) == 2
+    assert "trainer.critic.placement is missing" in capsys.readouterr().err

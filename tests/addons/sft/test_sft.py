@@ -17,9 +17,10 @@ from processes.add_ons import needs
 from sft_runs import SCRATCH, config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
 from tiny import build_learner
 
-from stretto.base.errors import ConfigError, DataError, StrettoError
+from stretto.base.errors import ConfigError, DataError, EngineError, StrettoError
 from stretto.base.status import FINISH_VAR
 from stretto.chat import templates
+from stretto.cli import run_verb
 from stretto.config.load import dump, load, write_json
 from stretto.config.root import SFTConfig
 from stretto.monitors.file import read_metrics
@@ -294,6 +295,25 @@ def test_damaged_checkpoint_is_named(tmp_path):
     next(cfg.run_dir.checkpoint(1).glob("trainer/*.distcp")).write_bytes(b"half")
     with pytest.raises(DataError, match="step_1/trainer"):
         sft.main(config(tmp_path, resume={}))
+
+
+def test_a_run_that_fails_says_with_which_command_it_goes_on(tmp_path, monkeypatch, capfd):
+    words = ["--output-dir", str(tmp_path), "--max-steps", "3", "--batch-size", "4", "--ckpt.is-async", "false"]
+    words += ["--data.type", "environment", "--data.id", "sort-letters", "--model.scratch.num-layers", "1"]
+    words += ["--run.name", "run", "--seq-len", "128", "--ckpt.interval", "1", "--clean"]
+    monkeypatch.setattr(sys, "argv", ["sft", *words])
+    trained = sft.train_step
+    fail = lambda session: trained(session) if session.learner.step < 2 else fail_with_disk_full()
+    monkeypatch.setattr(sft, "train_step", fail)
+    assert run_verb("sft", words) == 1
+    error, _, command = capfd.readouterr().err.partition("continue from step 2:\n  ")
+    assert "the disk is full" in error and " --clean" not in command
+    assert command.startswith(("sft ", f"{sys.executable} ", os.path.dirname(sys.executable)))
+    assert command.rstrip().endswith("--resume --max-steps 3"), command
+
+
+def fail_with_disk_full():
+    raise EngineError("the disk is full")
 
 
 def test_a_run_that_goes_back_keeps_its_new_checkpoints(tmp_path):

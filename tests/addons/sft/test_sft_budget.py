@@ -8,6 +8,8 @@ import pytest
 from sft_runs import config, same_weights, undisturbed_threads_and_logging, weights  # noqa: F401
 
 from stretto.base.errors import ConfigError
+from stretto.config.load import dump, load, write_json
+from stretto.config.root import SFTConfig
 from stretto.monitors.file import read_metrics
 from stretto_sft import training as sft
 
@@ -45,3 +47,17 @@ def test_hours_end_the_run(tmp_path):
     cfg, summary = run(tmp_path, max_steps=10**6, budget={"max_hours": 2 / 3600, "prices": {"hour": 3600.0}})
     assert summary["stopped_because"].startswith("budget.max_hours") and summary["used"]["cost"] >= 2.0
     assert cfg.run_dir.latest_complete_checkpoint() == summary["steps"]
+
+
+def test_hours_that_are_over_before_the_first_step_are_told_and_a_resume_asks_for_more(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sft.Purse, "check", lambda purse: None)  # they are over after the start, which may take longer
+    cfg, summary = run(tmp_path, budget={"max_hours": 1e-9})
+    said = capfd.readouterr().err
+    assert "nothing was trained: budget.max_hours = 1e-09, and the run has used" in said
+    assert "next: the same command with --budget.max-hours " in said
+    assert summary["steps"] == 0 and summary["stopped_because"].startswith("budget.max_hours = 1e-09")
+    again = ["@", str(tmp_path / "again.json"), "--resume"]
+    write_json(tmp_path / "again.json", dump(cfg))
+    with pytest.raises(ConfigError, match=r"ended before its first step: budget.max_hours = 1e-09"):
+        load(SFTConfig, again, verb="sft")
+    assert load(SFTConfig, [*again, "--budget.max-hours", "1"], verb="sft").resume is None, "it begins anew"

@@ -116,6 +116,8 @@ async def test_with_a_token_only_who_has_it_is_answered(path: Path) -> None:
         ("test/rollouts?step=x", 400, "step: 'x' is not a number"),
         ("test/rollouts?step=" + "9" * 30, 400, "is not a number"),
         ("test/rollouts?sort=ugly", 400, "the orders are newest, best"),
+        ("test/rollouts?sort=best", 400, "sort 'best' orders the rollouts of one step; give `step`"),
+        ("test/rollouts.csv?sort=longest&text=a", 400, "give `step`"),
         ("test/rollouts?stpe=1", 400, "there is no parameter 'stpe'; did you mean step?"),
         ("test/now?step=1", 400, "this address takes none"),
         ("test/rollouts.csv?status=lost", 400, "a rollout is finished, truncated"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -95,10 +96,52 @@ def test_what_a_run_has_left_by_going_back_is_not_resumed_nor_kept_for_the_new(r
     assert run.complete_checkpoints() == [2, 4]
 
 
+@pytest.mark.parametrize(("exported", "step", "latest"), [([2, 4, 10], 5, 4), ([2, 4], 4, 4), ([6], 5, None)])
+def test_the_latest_weights_are_none_of_steps_that_are_taken_back(run: RunDir, exported, step, latest) -> None:
+    for each in exported:
+        run.weights_step(each).mkdir(parents=True)
+        run.link_latest_weights(each)
+    rundir.go_back(run, step)
+    assert run.latest_weights.is_symlink() == (latest is not None)
+    assert latest is None or run.latest_weights.resolve() == run.weights_step(latest)
+    assert run.weights_step(exported[-1]).is_dir(), "who knows its step can still have it"
+
+
 def test_checkpoints_on_a_disk_that_is_not_there_are_not_missing(run: RunDir) -> None:
     run.checkpoints.symlink_to("gone")
     with pytest.raises(ConfigError, match="a link to gone, which is not there"):
         rundir.check(run, resume=True, step=None, clean=False)
+
+
+@pytest.mark.parametrize("how", [{"resume": True}, {"clean": True}, {}])
+def test_a_copy_leaves_the_checkpoints_behind_its_link_to_the_run_that_they_are_of(tmp_path: Path, how) -> None:
+    first, elsewhere = RunDir(tmp_path / "first" / "run"), tmp_path / "elsewhere"
+    rundir.claim(first, **NEW, checkpoints=elsewhere).close()
+    first.configs.mkdir()
+    copy = RunDir(tmp_path / "copy")
+    shutil.copytree(first, copy, symlinks=True)
+    for name in ("COMPLETE", "trainer.part"):
+        (first.checkpoint(len(name)) / name).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"link to the checkpoints of {first}.*copied"):
+        rundir.claim(copy, **NEW | how)
+    with (
+        pytest.raises(ConfigError, match="link to the checkpoints of"),
+        rundir.claim_part(copy, "trainer", is_new=False, clean=False),
+    ):
+        pass
+    assert sorted(os.listdir(elsewhere / "run")) == ["of_run", "step_12", "step_8"]
+    with closing(rundir.claim(first, **NEW | {"resume": True})) as claim:
+        assert claim.resume_step == 8 and not first.checkpoint(12).exists()
+    shutil.rmtree(first)
+    with closing(rundir.claim(copy, **NEW | {"resume": True})) as claim:
+        assert claim.resume_step == 8, "a run that was moved goes on"
+
+
+def test_two_runs_of_a_name_do_not_share_a_place_for_checkpoints(tmp_path: Path) -> None:
+    first, second = RunDir(tmp_path / "a" / "run"), RunDir(tmp_path / "b" / "run")
+    rundir.claim(first, **NEW, checkpoints=tmp_path).close()
+    with pytest.raises(ConfigError, match=f"ckpt.output_dir: .*checkpoints of {first}"):
+        rundir.claim(second, **NEW, checkpoints=tmp_path)
 
 
 def test_what_was_claimed_and_ended_before_its_configs_can_be_cleaned(tmp_path: Path) -> None:

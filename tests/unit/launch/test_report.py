@@ -293,6 +293,12 @@ def test_the_restart_command_omits_options_of_one_start(argv: list[str], again: 
     assert report.restart_command(RUN, argv).endswith(f"rl {again}")
 
 
+def test_the_restart_command_of_sft_is_one_of_sft() -> None:
+    argv = ["sft", "@", "sft.toml", "--ckpt.resume-step", "4", "--clean", "--seed", "1"]
+    assert report.restart_command(RUN, argv, verb="sft").endswith("sft @ sft.toml --seed 1")
+    assert report.restart_command(RUN, argv[1:], verb="sft").endswith("sft @ sft.toml --seed 1")
+
+
 def test_a_run_with_an_origin_continues_alone_and_restarts_from_the_origin() -> None:
     argv = ["rl", "@", "a.toml", "--resume.dir", "first", "--resume.step=4", "--clean", "--seed", "1"]
     assert report.restart_command(RUN, argv).endswith("rl @ a.toml --seed 1")
@@ -312,6 +318,11 @@ def test_a_verb_is_typed_by_name_where_the_shell_finds_it_and_never_as_the_shell
     monkeypatch.chdir(tmp_path.parent)
     assert report.program("rl") == f"{tmp_path.name}/rl"
     assert report.program("eval") == f"{tmp_path.name}/stretto eval"
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert report.program("rl") == str(tmp_path / "rl"), "the directory in which the run was started is gone"
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert (report.program("rl"), report.program("eval")) == ("rl", "stretto eval")
     assert report.program("sft").endswith("python -m stretto sft")

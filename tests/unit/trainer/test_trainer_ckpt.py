@@ -25,9 +25,19 @@ from stretto.base.rundir import prune_checkpoints
 from stretto.check.checkpoint import check_resumed
 from stretto.config.load import build
 from stretto.config.root import RLConfig, SFTConfig
-from stretto.config.sections.trainer import CkptSection, CkptWeightsSection, LinearScheduler, SgdOptim, num_kept
-from stretto.models.hub import load_model
+from stretto.config.sections.model import LORA_TARGETS, ModelSection
+from stretto.config.sections.trainer import (
+    AdamWOptim,
+    CkptSection,
+    CkptWeightsSection,
+    ConstantScheduler,
+    LinearScheduler,
+    SgdOptim,
+    num_kept,
+)
+from stretto.models.hub import load_model, save_hf
 from stretto.models.tensor_map import TensorSlice
+from stretto.trainer.learner import Learner
 from stretto.trainer.publish.export import export_weights, prune_exports
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state import checkpoint, slice_files
@@ -278,9 +288,44 @@ def as_run(saved: RunDir) -> dict[str, Any]:
 def test_what_ranks_would_refuse_is_known_without_torch(saved, changes, message):
     ppo = {"algo": {"type": "ppo"}, "group_size": 1} if "critic" in changes.get("trainer", {}) else {}
     given = {"env": [{"id": "sort-letters"}]} | ppo
-    cfg = build(RLConfig, as_run(saved) | {"orchestrator": given} | changes)
+    model = {"name": str(saved)} | changes.get("model", {})  # no question to the Hub
+    cfg = build(RLConfig, as_run(saved) | {"orchestrator": given} | changes | {"model": model})
     with pytest.raises(DataError, match=message) if message else nullcontext():
         check_resumed(cfg)
+
+
+def test_another_shape_of_model_or_adapter_is_known_without_torch(tmp_path):
+    shape = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+    adapter = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
+    section, optim, run = {"scratch": shape, "lora": adapter}, {"optim": AdamWOptim()}, RunDir(tmp_path / "run")
+    parts = {"model": ModelSection.model_validate(section), "scheduler": ConstantScheduler(), "max_steps": None}
+    learner = Learner(build_policy(**shape), **parts, **optim)
+    save_checkpoint(run, learner, {"data": 0})
+    run.complete_marker(0).touch()
+    given = {"seq_len": 256, "max_steps": 3, "data": {"type": "environment", "id": "sort-letters"}}
+    given |= {"output_dir": tmp_path, "run": {"name": "run"}, "resume": {}}
+    for model, message in (
+        ({}, None),
+        ({"scratch": {"seed": 3, "num_experts": 4}}, None),
+        ({"scratch": {"num_layers": 3}}, r"num_layers = 1, but \[model\.scratch\] has 3"),
+        ({"scratch": {"family": "qwen3_moe"}}, r"family = 'qwen3', but .* has 'qwen3_moe'"),
+        ({"scratch": {"phrases": ["a phrase"]}}, r"phrases = \[\], but"),
+        ({"lora": {"rank": 8, "alpha": 16.0}}, r"of rank 4, .* rank = 8"),
+        ({"lora": {"target_modules": LORA_TARGETS}}, r"of q_proj, v_proj, .* names down_proj, .* too; resume with"),
+        ({"lora": {"target_modules": ["q_proj"]}}, "target_modules lacks v_proj"),
+        ({"lora": {"target_modules": ["q_proj", "v_proj", "experts"]}}, None),  # it has no experts
+    ):
+        own = {name: values | model.get(name, {}) for name, values in section.items()}
+        with pytest.raises(DataError, match=message) if message else nullcontext():
+            check_resumed(build(SFTConfig, given | {"model": own}))
+
+
+def test_a_model_of_another_size_is_known_by_its_file(saved, tmp_path):
+    for hidden_size, message in ((64, None), (32, r"hidden_size = 64, but .*other has 32")):
+        save_hf(build_policy(hidden_size=hidden_size), tmp_path / "other")
+        given = {"orchestrator": {"env": [{"id": "sort-letters"}]}, "model": {"name": str(tmp_path / "other")}}
+        with pytest.raises(DataError, match=message) if message else nullcontext():
+            check_resumed(build(RLConfig, as_run(saved) | given))
 
 
 def test_another_kind_of_run_is_refused_before_it_starts(saved):

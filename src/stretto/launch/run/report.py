@@ -15,6 +15,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from stretto.base.files import read_json
 from stretto.base.paths import RunDir
 from stretto.base.rundir import COMMAND_VAR, WITHOUT_NEXT_VAR
 from stretto.base.status import duration, quantity
+from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.sections.run import BudgetSection
 from stretto.launch.plan.plan import LaunchPlan, eval_config
 from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import resume_text
@@ -62,7 +65,7 @@ def _placed(spec: ProcessSpec) -> str:
 def ending(plan: LaunchPlan, *, is_complete: bool, stopped_early: bool) -> str:
     """The lines after a run: summary, curve and next commands; after a failure, how to continue."""
     if not is_complete:
-        return _how_to_continue(plan)
+        return how_to_continue(plan.run, plan.config)
     parts: list[str] = []
     if summary := read_json(plan.run.summary):
         rows = summary_rows(summary)
@@ -131,7 +134,7 @@ def next_commands(plan: LaunchPlan) -> list[str]:
         if _has_held_out(plan):
             commands.append(f"{program('eval')} @ {shlex.quote(str(plan.run.config('eval')))}")
         commands.append(f"{program('inference')} --model {shlex.quote(str(plan.run.latest_weights))}")
-    step, larger = plan.run.latest_complete_checkpoint(), _larger_budget(plan)
+    step, larger = plan.run.latest_complete_checkpoint(), _larger_budget(plan.run, plan.config.budget)
     last = f" --max-steps {plan.config.max_steps}" if plan.config.max_steps else ""
     budget, options = " ".join(larger), [words.partition(" ")[0] for words in larger]
     if step and larger:
@@ -151,12 +154,13 @@ def _has_held_out(plan: LaunchPlan) -> bool:
     return all(env.id != "dataset" or env.args.get("eval_path") for env in envs)
 
 
-def _larger_budget(plan: LaunchPlan) -> list[str]:
+def _larger_budget(run: RunDir, budget: BudgetSection | None, verb: str = "rl") -> list[str]:
     """The words that raise the bounds that the run has reached, with which alone it can go on; none if it has not."""
-    budget, summary = plan.config.budget, read_json(plan.run.summary)
+    summary = read_json(run.summary)
     if budget is None:
         return []
-    by_metrics = used_by_metrics(plan.run.metrics("orchestrator"))  # a run that failed wrote no summary
+    # A run that failed has written no summary.
+    by_metrics = used_by_metrics(run.metrics("orchestrator" if verb == "rl" else verb))
     amounts = Purse(budget, by_metrics).amounts(by_metrics)
     amounts = {key: max(amounts[key], amount) for key, amount in amounts_of_summary(summary).items()}
     reason = str(summary.get("stopped_because") or "")
@@ -164,48 +168,52 @@ def _larger_budget(plan: LaunchPlan) -> list[str]:
     return larger_bounds(budget.bounds, amounts, also=ended)
 
 
-def _how_to_continue(plan: LaunchPlan) -> str:
-    step = plan.run.latest_complete_checkpoint()
-    if step:
-        keep = f" --max-steps {plan.config.max_steps}" if plan.config.max_steps else ""
-        larger = _larger_budget(plan)
-        command = resume_command(plan.run, without=[words.partition(" ")[0] for words in larger])
-        keep += "".join(f" {words}" for words in larger)
-        text = f"continue from step {step}:\n  {command}{keep}"
-        if is_damaged(plan.run.ledger):
-            aside = f"{shlex.quote(str(plan.run.path))}/damaged"
-            files = f"{shlex.quote(str(plan.run.ledger))}*"
-            text = f"the ledger is damaged; move it aside, and continue from step {step} without it:\n"
-            return text + f"  mkdir -p {aside} && mv {files} {aside}/\n  {command}{keep}"
-        resume, before = plan.config.resume, [s for s in plan.run.complete_checkpoints() if s < step]
-        if resume is not None and resume.dir is None and resume.step == step and before:
-            text += "\nif that checkpoint is the reason, from the one before it:"
-            text += f"\n  {command}.step {before[-1]}{keep}"
-        return text
-    again = f"{restart_command(plan.run, keeps_resume=True)} --clean"
-    if plan.config.max_steps:
-        again += f" --max-steps {plan.config.max_steps}"
-    return f"no checkpoint was complete yet; start over:\n  {again}"
+def how_to_continue(run: RunDir, cfg: RLConfig | SFTConfig, verb: str = "rl") -> str:
+    """What to type after a failure: on from the newest checkpoint, or anew."""
+    step = run.latest_complete_checkpoint()
+    keep = f" --max-steps {cfg.max_steps}" if cfg.max_steps else ""
+    if not step:
+        again = f"{restart_command(run, keeps_resume=True, verb=verb)} --clean{keep}"
+        return f"no checkpoint was complete yet; start over:\n  {again}"
+    larger = _larger_budget(run, cfg.budget, verb)
+    command = resume_command(run, without=[words.partition(" ")[0] for words in larger], verb=verb)
+    keep += "".join(f" {words}" for words in larger)
+    text = f"continue from step {step}:\n  {command}{keep}"
+    if is_damaged(run.ledger):
+        aside = f"{shlex.quote(str(run.path))}/damaged"
+        files = f"{shlex.quote(str(run.ledger))}*"
+        text = f"the ledger is damaged; move it aside, and continue from step {step} without it:\n"
+        return text + f"  mkdir -p {aside} && mv {files} {aside}/\n  {command}{keep}"
+    resume, before = cfg.resume, [each for each in run.complete_checkpoints() if each < step]
+    if resume is not None and resume.dir is None and resume.step == step and before:
+        text += "\nif that checkpoint is the reason, from the one before it:"
+        text += f"\n  {command}.step {before[-1]}{keep}"
+    return text
 
 
-def resume_command(run: RunDir, *, without: Sequence[str] = ()) -> str:
-    return f"{restart_command(run, without=without)} --resume"
+def resume_command(run: RunDir, *, without: Sequence[str] = (), verb: str = "rl") -> str:
+    return f"{restart_command(run, without=without, verb=verb)} --resume"
 
 
 def restart_command(
-    run: RunDir, argv: Sequence[str] | None = None, *, keeps_resume: bool = False, without: Sequence[str] = ()
+    run: RunDir,
+    argv: Sequence[str] | None = None,
+    *,
+    keeps_resume: bool = False,
+    without: Sequence[str] = (),
+    verb: str = "rl",
 ) -> str:
     """The command of this process without --clean, --max-steps and, unless keeps_resume, the --resume options.
 
     without: further options that are left out.
 
-    For a run that was started by `vime` it is `rl` with the run's config, since these options are those of `rl`.
+    For a run that was started by `vime` it is the verb with the run's config, whose options these are.
     """
     typed = shlex.split(os.environ.get(COMMAND_VAR, "")) or sys.argv[1:]
     words = list(typed if argv is None else argv)
     if any(word.partition("=")[0] == VIME_FLAG for word in words):
         words = ["@", str(run.config("run"))]
-    if words[:1] == ["rl"]:
+    if words[:1] == [verb]:
         words = words[1:]
     kept = []
     while words:
@@ -217,7 +225,7 @@ def restart_command(
                 words.pop(0)
             continue
         kept.append(word)
-    return shlex.join([*shlex.split(program("rl")), *kept]).replace(" '@' ", " @ ")
+    return shlex.join([*shlex.split(program(verb)), *kept]).replace(" '@' ", " @ ")
 
 
 def program(verb: str) -> str:
@@ -229,8 +237,10 @@ def program(verb: str) -> str:
     if in_shell and Path(in_shell).resolve() == beside_python.resolve():
         return name + rest
     if beside_python.exists():
-        is_below = beside_python.is_relative_to(Path.cwd())
-        return shlex.quote(os.path.relpath(beside_python) if is_below else str(beside_python)) + rest
+        with suppress(FileNotFoundError):  # the directory in which the command was typed may be gone
+            if beside_python.is_relative_to(Path.cwd()):
+                beside_python = Path(os.path.relpath(beside_python))
+        return shlex.quote(str(beside_python)) + rest
     return f"{shlex.quote(sys.executable)} -m stretto {verb}"
 
 

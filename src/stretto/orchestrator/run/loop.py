@@ -452,7 +452,8 @@ class Loop:
         if not self.was_stopped:
             await asyncio.wait([loading])
         elif self.progress.step != self.cfg.max_steps:
-            report("phase", text=f"stopping after step {self.progress.step}")
+            step = self.progress.step
+            report("phase", text=f"stopping after step {step}" if step else "stopping before the first step")
             if devices is not None and not self._is_trainer_gone:
                 async with self._trainer_changed:
                     await self._trainer_changed.wait_for(lambda: self._announced_version == self.progress.step)

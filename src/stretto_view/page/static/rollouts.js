@@ -137,14 +137,21 @@ export async function render(root, context) {
     context.go("rollouts", { task: found.task_id, env: found.env, rollout: `${found.group_id}.${found.member}` });
   }
 
+  const { envs, statuses, last } = first.choices;
   const change = (name) => (value) => {
     filters[name] = value;
     context.remember({ [name]: value });
     load(true);
   };
+  const order = (value) => { // other orders are of one step: the newest, if none is given
+    if (value !== "newest" && !filters.step && last) {
+      root.querySelector("[name=step]").value = filters.step = last;
+      context.remember({ step: last });
+    }
+    change("sort")(value);
+  };
   const number = (name, label) => input(label, { type: "number", step: "any", value: filters[name], size: 6, name }, change(name));
   const range = (name) => h("span", { class: "range" }, number(`min_${name}`, `${name} from `), number(`max_${name}`, " to "));
-  const { envs, statuses, last } = first.choices;
   const isFiltered = FILTERS.slice(2).some((name) => filters[name] && name !== "sort");
   fill(root, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
     input("text ", { type: "search", value: filters.text, name: "text", placeholder: "in all rollouts that are kept" }, change("text")),
@@ -155,7 +162,7 @@ export async function render(root, context) {
       input("task ", { type: "search", value: filters.task, name: "task", size: 8 }, change("task")),
       select("status ", [["", "all that ended"], ...statuses.map((status) => [status, status])], filters.status, change("status")),
       range("reward"), range("tokens"), number("version", "version "),
-      select("order ", [["newest", "newest"], ["best", "best of the step"], ["worst", "worst of the step"], ["longest", "longest of the step"]], filters.sort || "newest", change("sort"))))),
+      select("order ", [["newest", "newest"], ["best", "best of the step"], ["worst", "worst of the step"], ["longest", "longest of the step"]], filters.sort || "newest", order)))),
     notice, h("div", { class: "split" }, h("div", { class: "rows" }, h("table", {}, h("thead", {}, h("tr", {},
       COLUMNS.map((name) => h("th", {}, name)))), table), end), panel));
 

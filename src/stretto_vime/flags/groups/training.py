@@ -295,7 +295,13 @@ def weights(flags: Values, name: str) -> str:
         raise ConfigError(f"{typed}: no such directory; name one with config.json and Hugging Face weights")
     if not (path / "config.json").exists():
         raise ConfigError(f"{typed} has no config.json; name a directory of Hugging Face weights")
+    if (step := STEPS.get(name)) is not None and flags.has(step):
+        raise ConfigError(f"{flags.given[step]}: {typed} has Hugging Face weights, which have no steps; leave it out")
     return str(text)
+
+
+STEPS = {"--load": "--ckpt-step", "--ref-load": "--ref-ckpt-step", "--opd-teacher-load": "--opd-teacher-ckpt-step"}
+"""By flag of a checkpoint, the one of its step."""
 
 
 def _converted(flags: Values, name: str, path: Path) -> str:
@@ -303,12 +309,8 @@ def _converted(flags: Values, name: str, path: Path) -> str:
 
     It stays beside the checkpoint, for the next run. A dry run looks at the checkpoint, and then at --hf-checkpoint.
     """
-    steps = {
-        "--load": flags.ckpt_step, "--ref-load": flags.ref_ckpt_step, "--opd-teacher-load": flags.opd_teacher_ckpt_step,
-    }  # fmt: skip
-    step = steps.get(name)
     try:
-        place = find_iteration(path, step)
+        place = find_iteration(path, flags.value(STEPS[name]) if name in STEPS else None)
     except DataError as error:
         raise ConfigError(f"{flags.given[name]}: {error}") from None
     target = path / CONVERTED / place.name

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
+from stretto.base.files import try_lock, write_holder
 from stretto.base.paths import RunDir
 from stretto.base.secret import load_secret
 from stretto.cli import main
@@ -80,6 +82,16 @@ def test_a_key_that_is_not_the_runs_is_said_and_one_of_the_environment_is_used(r
     assert "set VLLM_API_KEY" in (queue_text(run) or "")
     monkeypatch.setenv("VLLM_API_KEY", key)
     assert (queue_text(run) or "").startswith("prefill: 5 running")
+
+
+@pytest.mark.heavy
+def test_engines_at_the_ports_of_a_run_that_has_ended_are_those_of_another(run: RunDir, capsys) -> None:
+    run.launch.write_text(json.dumps({"by": "local", "host": "here"}))
+    assert main(["status", str(run)]) == 0 and "queues" not in capsys.readouterr().out
+    with closing(os.fdopen(os.open(run.lock, os.O_RDWR | os.O_CREAT))) as file:
+        assert try_lock(file.fileno())
+        write_holder(file.fileno())
+        assert main(["status", str(run)]) == 0 and "queues prefill: 5 running" in capsys.readouterr().out
 
 
 def test_a_run_that_has_ended_has_no_queues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
