@@ -103,6 +103,8 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     about = f"{row.where}: {len(ids)} tokens, of which {int(mask.sum())} are trained{parts}"
     about += f"{_cut(ids, mask, limits_of(cfg))}:"
     shown = boxed(about, renderer.readable(ids))
+    if parts and renderer.branching:
+        shown += f"\nNOTE: {renderer.branching}"
     if cfg.model.scratch is not None and cfg.tokenizer.name is None and len(ids) > LONG_ROW:
         others = [render_row(each, renderer, cfg.loss_mask).examples for each in rows[1:COMPARED_ROWS]]
         shown += shorter_by_phrases(

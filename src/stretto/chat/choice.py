@@ -171,7 +171,7 @@ def _as_text(tokenizer: Tokenizer, section: RendererSection, *, is_fallback: boo
     tokens = tokenizer.template_tokens | {"bos_token": tokenizer.leading_text}
     template = ChatTemplate(files, tokens, place=section.place)
     name = "the renderer of plain text"
-    backend = TemplateBackend(tokenizer, template, tool_parser=section.tool_parser, name=name)
+    backend = TemplateBackend(tokenizer, template, tool_parser=section.tool_parser, name=name, is_bare=True)
     description = "prompts as they stand, without a chat format"
     if is_fallback:
         way = f"if it is a chat model, give its template as {section.place}.template"

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _NAMELESS = "unknown"
 """What gpt-oss's renderer of the library writes in the place of a function that a result does not name."""
+_RARE = "zqxhighvz"
+"""A text that no template has."""
 _PAST = "x"
 """Stands for images and calls of the past, and for thoughts, where only what is behind them is tried."""
 
@@ -244,7 +246,7 @@ class FamilyBackend:
         with self._refusals():
             if not has_owners:
                 return Rendered(self._backend.render_ids(list(messages), **arguments))
-            return self._with_owners(self._backend.render(list(messages), **arguments))
+            return self._with_owners(self._backend.render(list(messages), **arguments), messages)
 
     def bridge(
         self,
@@ -262,7 +264,7 @@ class FamilyBackend:
         found = self._backend.bridge_to_next_turn(*before, list(messages), tools=tools)
         if found is None:
             return None
-        return self._with_owners(found) if has_owners else Rendered(found.token_ids)
+        return self._with_owners(found, messages) if has_owners else Rendered(found.token_ids)
 
     def between(
         self,
@@ -286,6 +288,8 @@ class FamilyBackend:
             self._shown.check([*past, *messages], tools, first=len(past))
 
     def reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Message] | None) -> Reply | None:
+        if not history:  # a family has no prompt without a message
+            return None
         self._shown.check(history, tools)
         *history, reply = self._identified([*history, reply])
         backends = (self._backend,) if self._with_thoughts is None else (self._backend, self._with_thoughts)
@@ -332,8 +336,30 @@ class FamilyBackend:
             return None
         # Whatever stands between sampled tokens was sampled too: gpt-oss opens a channel there.
         first, end = sampled[0], sampled[-1] + 1
-        owners = self._with_owners(rendered).owners[:first]
-        return Reply(ids[first:end], [True] * (end - first), ids[:first], owners)
+        owners = self._with_owners(rendered, history).owners[:first]
+        token_ids = ids[first:end]
+        if token_ids[-1] not in self.stop_ids and (last := self._ends[bool(reply.get("tool_calls"))]) is not None:
+            token_ids = [*token_ids, last]
+        return Reply(token_ids, [True] * len(token_ids), ids[:first], owners)
+
+    @cached_property
+    def _ends(self) -> tuple[int | None, int | None]:
+        """The first end token behind a reply of text, and behind one of calls, where another message follows.
+
+        GLM's templates write nothing behind a reply: the model ends it with the role of the next message.
+        """
+        called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        result = {"role": "tool", "content": _PAST, "name": CALL["function"]["name"], "tool_call_id": CALL_ID}
+        found: list[int | None] = []
+        for replied in ([{"role": "assistant", "content": _PAST}, *ONE_TURN], [called, result]):
+            try:
+                rendered = self._backend.render([*ONE_TURN, *replied], tools=None)
+                start = rendered.message_indices.index(len(ONE_TURN))
+            except Exception:  # whatever a renderer of the library raises for what it does not show
+                found.append(None)
+                continue
+            found.append(next((token for token in rendered.token_ids[start:] if token in self.stop_ids), None))
+        return found[0], found[1]
 
     def parse(
         self,
@@ -352,12 +378,16 @@ class FamilyBackend:
         """The messages with ids of calls that name the function, where a family shows the id in the place of the name.
 
         Ids that do stay, such as those that the policy has sampled; a result gets the id of its call. Where a family
-        shows the function of a result, a result without a name has that of its call.
+        shows the function of a result, a result without a name has that of its call. Parts of text are one text.
         """
+        messages = [
+            message | {"content": _text_of(message["content"])} if isinstance(message.get("content"), list) else message
+            for message in messages
+        ]
         if self._needs_names:
             return _with_names(messages)
         if not self._shows_ids:
-            return list(messages)
+            return messages
         numbers = itertools.count()
         known: dict[Any, str] = {}
         waiting: list[str] = []
@@ -389,7 +419,9 @@ class FamilyBackend:
         shown = self._decode(token_ids)
         parts = [reply.get("reasoning_content"), reply.get("content")]
         names = [call["function"].get("name") for call in reply.get("tool_calls") or ()]
-        return all(part.strip() in shown for part in [*parts, *names] if isinstance(part, str))
+        texts = [part.strip() for part in [*parts, *names] if isinstance(part, str)]
+        # A tokenizer may write a letter otherwise: Qwen's composes an e and an accent.
+        return all(text in shown or self._decode(self._encode(text)).strip() in shown for text in texts)
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -399,10 +431,60 @@ class FamilyBackend:
         except ValueError as cause:
             raise DataError(f"the renderer of the family {self.name} refuses the conversation: {cause}") from cause
 
-    def _with_owners(self, rendered: Any) -> Rendered:
+    def _with_owners(self, rendered: Any, messages: Sequence[Message]) -> Rendered:
+        """messages: those that the library has numbered."""
         ids, owners, is_text = rendered.token_ids, rendered.message_indices, rendered.is_content
         assert len(is_text) == len(owners) == len(ids), f"{self.name} attributes no tokens"
-        return Rendered(ids, [owner if text else -1 for owner, text in zip(owners, is_text)])
+        owners = [owner if text else -1 for owner, text in zip(owners, is_text)]
+        for index, message in enumerate(messages):
+            lead, tail = self._around.get(message["role"], ("", ""))
+            if (lead or tail) and index in owners:
+                self._narrow(ids, owners, index, _text_of(message.get("content")), lead, tail)
+        return Rendered(ids, owners)
+
+    def _narrow(self, ids: list[int], owners: list[int], index: int, content: str, lead: str, tail: str) -> None:
+        """Take from a message the tokens of the template before and behind its text."""
+        start = owners.index(index)
+        stop = start + owners[start:].count(index)
+        shown = self._decode(ids[start:stop])
+        before = next(part for part in (lead[at:] for at in range(len(lead) + 1)) if shown.startswith(part))
+        kept = before + content if shown.startswith(before + content) else shown.removesuffix(tail)
+        first = start
+        while first < stop and len(self._decode(ids[start : first + 1])) <= len(before):
+            first += 1
+        last = stop
+        while last > first and self._decode(ids[start : last - 1]).startswith(kept):
+            last -= 1
+        owners[start:stop] = [index if first <= at < last else -1 for at in range(start, stop)]
+
+    @cached_property
+    def _around(self) -> dict[str, tuple[str, str]]:
+        """By role, the template's own text before and behind a message's that the library takes for a part of it.
+
+        It counts a heading to gpt-oss's system message, and quotes to the results of Llama 3 and Gemma 4.
+        """
+        called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        result = {"role": "tool", "content": _RARE, "name": CALL["function"]["name"], "tool_call_id": CALL_ID}
+        tried = ([{"role": "system", "content": _RARE}, *ONE_TURN], [*ONE_TURN, called, result])
+        found = {}
+        for messages in tried:
+            at = next(index for index, message in enumerate(messages) if message["content"] == _RARE)
+            try:
+                rendered = self._backend.render(messages, tools=None)
+            except Exception:  # whatever a renderer of the library raises for what it does not show
+                continue
+            is_own = [i == at and text for i, text in zip(rendered.message_indices, rendered.is_content)]
+            shown = self._decode(list(itertools.compress(rendered.token_ids, is_own)))
+            before, is_shown, behind = shown.partition(_RARE)
+            if is_shown:
+                found[messages[at]["role"]] = before, behind
+        return found
+
+
+def _text_of(content: Any) -> str:
+    parts = content if isinstance(content, list) else [content]
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _with_names(messages: Sequence[Message]) -> list[Message]:

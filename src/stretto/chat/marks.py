@@ -13,9 +13,9 @@ _FIRST = 0xF1000  # plane 15 is for private use
 _MOST = 0xE000
 
 
-def with_marks(messages: Sequence[Message]) -> list[Message]:
-    """The messages with a mark before and behind each text, within the blanks around it."""
-    return [message | {"content": _marked(message.get("content"), i)} for i, message in enumerate(messages)]
+def with_marks(messages: Sequence[Message], has_blanks: bool = False) -> list[Message]:
+    """The messages with a mark before and behind each text, within the blanks around it unless has_blanks."""
+    return [message | {"content": _marked(message.get("content"), i, has_blanks)} for i, message in enumerate(messages)]
 
 
 def unmarked(text: str) -> tuple[str, list[tuple[int, int, int]]]:
@@ -40,25 +40,44 @@ def unmarked(text: str) -> tuple[str, list[tuple[int, int, int]]]:
     return "".join(kept), spans
 
 
-def owners_of(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int, int]]) -> list[int]:
-    """Per token the index of the span that it has a character of, -1 if none."""
+def owners_of(
+    offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int, int]], text: str | None = None
+) -> list[int]:
+    """Per token the index of the span that it has a character of, the first one of several; -1 if none.
+
+    text: what all of these are places in; of a token that goes beyond a span, blanks alone do not count.
+    """
     ordered = sorted(spans, key=lambda span: span[1])
     owners, position = [], 0
     for left, right in offsets:
         while position < len(ordered) and ordered[position][2] <= left:
             position += 1
-        is_inside = position < len(ordered) and right > ordered[position][1]
-        owners.append(ordered[position][0] if is_inside else -1)
+        owners.append(_owner_of(left, right, ordered, position, text))
     return owners
 
 
-def _marked(content: Any, index: int) -> Any:
+def _owner_of(left: int, right: int, spans: Sequence[tuple[int, int, int]], position: int, text: str | None) -> int:
+    """The owner of a token; position: the first span that does not end before it."""
+    while position < len(spans) and spans[position][1] < right:
+        owner, start, stop = spans[position]
+        is_within = start <= left and right <= stop
+        if is_within or text is None or text[max(left, start) : min(right, stop)].strip():
+            return owner
+        position += 1
+    return -1
+
+
+def _marked(content: Any, index: int, has_blanks: bool) -> Any:
     if isinstance(content, list):
         return [
-            part | {"text": _marked(part["text"], index)} if isinstance(part, dict) and "text" in part else part
+            part | {"text": _marked(part["text"], index, has_blanks)}
+            if isinstance(part, dict) and "text" in part
+            else part
             for part in content
         ]
-    if not isinstance(content, str) or not (core := content.strip()) or index >= _MOST:
+    if not isinstance(content, str) or index >= _MOST:
+        return content
+    if not (core := content if has_blanks else content.strip()):
         return content
     mark, at = chr(_FIRST + index), content.index(core)
     return content[:at] + mark + core + mark + content[at + len(core) :]

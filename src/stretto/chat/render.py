@@ -33,6 +33,7 @@ import numpy as np
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.backend import Backend, Message, Rendered, Reply
 from stretto.chat.choice import choose_backend
+from stretto.chat.conversations import THINKING
 from stretto.chat.patches import CONFIG_FILES, ImageProcessor
 from stretto.chat.placeholders import PLACEHOLDER, VISION_TOKENS, one_per_image, repeats, with_placeholders
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
@@ -148,6 +149,39 @@ class Renderer:
         ids = self._backend.render([{"role": "user", "content": "a"}], None, add_generation_prompt=True).token_ids
         mark = self.tokenizer.token_text(ids[0])
         return mark if mark in self.tokenizer.special_tokens else ""
+
+    @cached_property
+    def branching(self) -> str:
+        """What to know where each turn of a user begins another branch, and what to do; "" if none does."""
+        try:
+            lost, way = self._lost_later()
+        except DataError:  # it takes no such conversation
+            return ""
+        return lost and (
+            f"{self.name} shows earlier replies {lost} once the user speaks again: each reply to a user is trained as "
+            f"a sample of its own, so that tokens grow with the square of these turns. {way}; use the policy that "
+            "way, too"
+        )
+
+    def _lost_later(self) -> tuple[str, str]:
+        """How a reply is shown once the user speaks again, and what keeps one branch; both "" if as it was sampled."""
+        asked, reply, later = THINKING[:1], THINKING[1], THINKING[2:]
+        sampled, lost = self._backend.reply(asked, reply, None), "without their thoughts"
+        if sampled is None or sampled.prompt_ids is not None:  # no thoughts, or only in the other mode
+            reply = {key: value for key, value in reply.items() if key != "reasoning_content"}
+            sampled, lost = self._backend.reply(asked, reply, None), "otherwise than they were sampled"
+        if sampled is None or sampled.prompt_ids is not None:
+            return "", ""
+        prompt = self._backend.render(asked, None, add_generation_prompt=True).token_ids
+        tried = (sampled.token_ids, sampled.token_ids[:-1])
+        goes_on = [self._backend.bridge(prompt, ids, [*asked, reply], later, None) is not None for ids in tried]
+        if goes_on[0]:
+            return "", ""
+        if goes_on[1]:
+            template = f'{self.place}.template = "chatml"'
+            return "without the token that ends them", f"A template that shows it, such as {template}, keeps one branch"
+        setting = f'{self.place}.settings.thinking_retention = "all"'
+        return lost, f"The renderer of the model's family, if it has one, keeps one branch with {setting}"
 
     def images_of(self, messages: Sequence[Message]) -> tuple[Image, ...]:
         """The images of a conversation with their patches, in the order of their placeholders.

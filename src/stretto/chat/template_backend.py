@@ -51,16 +51,19 @@ class TemplateBackend:
         tool_parser: str = "auto",
         image_token_id: int | None = None,
         name: str | None = None,
+        is_bare: bool = False,
     ) -> None:
         """tool_parser: one of FORMATS, "none", or "auto" for the one that reads the template's own calls.
 
-        name: what messages call it.
+        name: what messages call it. is_bare: the template puts nothing between messages, so that each is encoded on its
+        own: no token belongs to two of them.
 
         Raises: ConfigError for a format that there is not; DataError for a template that shows no message.
         """
         self.name = name or f"the chat template of {template.where}"
         self._other_mode = template.in_other_mode()
         self.template, self._tokenizer, self._image_token_id = template, tokenizer, image_token_id
+        self._is_bare = is_bare
         self.traits = find_traits(template)
         self.end_id = self._find_end()
         own = () if self.end_id is None else (self.end_id,)
@@ -91,9 +94,9 @@ class TemplateBackend:
         text = self._text(messages, tools, add_generation_prompt)
         if has_owners:
             spans = self._spans(messages, tools, add_generation_prompt, text)
-            encoded = self._tokenizer(text)
-            return Rendered(encoded["input_ids"], owners_of(encoded["offset_mapping"], spans))
-        ids = self._tokenizer.encode(text)
+            ids, offsets = self._encode_behind("", text, self._borders(messages))
+            return Rendered(ids, owners_of(offsets, spans, text))
+        ids = self._encode(text, messages)
         if add_generation_prompt:
             self._remember(ids, text)
         return Rendered(ids)
@@ -111,7 +114,7 @@ class TemplateBackend:
         if any(message["role"] == "assistant" for message in messages):
             return None
         asked = self._text(history[:-1], tools, True)
-        if not self._shows(prompt_ids, asked):
+        if not self._shows(prompt_ids, asked, history[:-1]):
             return None
         shown = self._text(history, tools, False)
         everything = [*history, *messages]
@@ -129,7 +132,8 @@ class TemplateBackend:
         if not now.startswith(end_text, len(stem)):
             return None
         start = len(stem) + len(end_text)
-        added, offsets = self._encode_after(end_text or stem, now[start:])
+        borders = [border - start for border in self._borders(everything) if border > start]
+        added, offsets = self._encode_behind(end_text or stem, now[start:], borders)
         token_ids = [*prompt_ids, *completion_ids, *added]
         self._remember(token_ids, now)
         if not has_owners:
@@ -139,7 +143,7 @@ class TemplateBackend:
             for index, left, right in self._spans(everything, tools, True, now)
             if index >= len(history)
         ]
-        return Rendered(token_ids, [-1] * (len(token_ids) - len(added)) + owners_of(offsets, spans))
+        return Rendered(token_ids, [-1] * (len(token_ids) - len(added)) + owners_of(offsets, spans, now[start:]))
 
     def between(
         self,
@@ -169,7 +173,7 @@ class TemplateBackend:
                 ids, is_trained = self._shown_reply(other, shown, [*history, reply], tools)
                 spans = self._spans(history, tools, True, other, mode)
                 prompt = self._tokenizer(other)
-                owners = owners_of(prompt["offset_mapping"], spans)
+                owners = owners_of(prompt["offset_mapping"], spans, other)
                 return Reply(ids, is_trained, prompt["input_ids"], owners)
         if (text := self._reply_with_thought(asked, reply)) is None:
             return None
@@ -336,13 +340,13 @@ class TemplateBackend:
         template: ChatTemplate | None = None,
     ) -> list[tuple[int, int, int]]:
         """Message, first and last character of each message's text in the rendered text."""
-        marked = (template or self.template).render(
-            with_marks(self._prepared(messages)), tools, add_generation_prompt=is_asked
-        )
-        plain, spans = unmarked(marked)
-        if plain != text:
-            raise DataError(f"{self.name}: the text of single messages cannot be told from the template's")
-        return spans
+        template, prepared = template or self.template, self._prepared(messages)
+        for has_blanks in (True, False):  # a template may cut the blanks around a text
+            marked = attempt(template, with_marks(prepared, has_blanks), tools, add_generation_prompt=is_asked)
+            plain, spans = unmarked(marked or "")
+            if plain == text:
+                return spans
+        raise DataError(f"{self.name}: the text of single messages cannot be told from the template's")
 
     # -- one reply --
 
@@ -404,6 +408,33 @@ class TemplateBackend:
 
     # -- the tokenizer --
 
+    def _borders(self, messages: Sequence[Message]) -> list[int]:
+        """The characters of the text at which one message ends and the next begins, if each is encoded on its own."""
+        if not self._is_bare:
+            return []
+        lengths = (len(message["content"]) for message in self._prepared(messages[:-1]))
+        start = len(self.template.render([]))
+        return list(itertools.accumulate(lengths, initial=start))[1:]
+
+    def _encode(self, text: str, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation's text."""
+        if not self._is_bare or len(messages) < 2:
+            return self._tokenizer.encode(text)
+        return self._encode_behind("", text, self._borders(messages))[0]
+
+    def _encode_behind(self, before: str, text: str, borders: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `_encode_after`, of a text in pieces that end at these characters of it."""
+        whole = before[-_MAX_TAIL:] + text
+        num_before = len(whole) - len(text)
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for start, end in itertools.pairwise(sorted({0, *borders, len(text)})):
+            at = num_before + start
+            piece, found = self._encode_after(whole[max(0, at - _MAX_TAIL) : at], text[start:end])
+            ids += piece
+            offsets += [(left + start, right + start) for left, right in found]
+        return ids, offsets
+
     def _encode_after(self, before: str, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens and character offsets of a text that stands behind another.
 
@@ -440,12 +471,12 @@ class TemplateBackend:
             self._known.pop(next(iter(self._known)), None)
         self._known[self._key(ids)] = _digest(text.encode("utf-8", "surrogatepass"))
 
-    def _shows(self, ids: Sequence[int], text: str) -> bool:
-        """Whether a prompt was made from this text."""
+    def _shows(self, ids: Sequence[int], text: str, messages: Sequence[Message]) -> bool:
+        """Whether a prompt was made from this text, that of these messages."""
         known = self._known.get(self._key(ids))
         if known is not None:
             return known == _digest(text.encode("utf-8", "surrogatepass"))
-        return self._collapsed(ids) == self._collapsed(self._tokenizer.encode(text))
+        return self._collapsed(ids) == self._collapsed(self._encode(text, messages))
 
     def _key(self, ids: Sequence[int]) -> bytes:
         return _digest(array("q", self._collapsed(ids)).tobytes())

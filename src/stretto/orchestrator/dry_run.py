@@ -212,7 +212,8 @@ async def _preview(section: EnvSection, looking: _Looking) -> FirstTask:
                 logger.warning(text, where, place, blocked_s)
 
         with warn_when_blocked(tell=note_blocked):
-            notes.append(unplayed := await _play_first(section, env, looking, where))
+            unplayed, note = await _play_first(section, env, looking, where)
+        notes += [unplayed, note]
         notes += [f"{where}: {blocked_text(*each)}" for each in blocked.items()]
         return replace(first, notes=tuple(filter(None, notes)), is_played=not unplayed)
 
@@ -248,16 +249,18 @@ def _plays_itself(cfg: OrchestratorConfig | EvalConfig) -> bool:
     return cfg.hooks.rollout_function is not None
 
 
-async def _play_first(section: EnvSection, env: Environment, looking: _Looking, where: str) -> str:
-    """Play one rollout; why it was not played to its end, "" if it was.
+async def _play_first(section: EnvSection, env: Environment, looking: _Looking, where: str) -> tuple[str, str]:
+    """Play one rollout: why it was not played to its end, "" if it was; and what to know of its turns.
 
     Raises: EnvError for a fault of the environment.
     """
     assert looking.renderer is not None
     task = tasks_of(env, looking.split).task(0)
     timeout_s = MODELS_TIMEOUT_S if looking.info.model_urls else PLAY_TIMEOUT_S
-    group = await play(looking.cfg, section, env, task, looking.renderer, timeout_s)
-    return fault_of(where, group)
+    played = await play(looking.cfg, section, env, task, looking.renderer, timeout_s)
+    has_turns = any(rollout.num_turns > 1 for rollout in played.group.rollouts)
+    note = looking.renderer.branching if has_turns and looking.split == "train" else ""
+    return fault_of(where, played), note and f"{where}: {note}"
 
 
 def _reply_tokens(cfg: OrchestratorConfig | EvalConfig, section: EnvSection) -> int | None:

@@ -107,6 +107,19 @@ def test_a_row_that_the_model_cannot_take_is_named_with_its_line(tmp_path):
     assert words in str(found.value)
 
 
+def test_a_row_of_which_each_turn_is_an_example_says_so(tmp_path):
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turn * 2}) + "\n")
+    words = ["--data.name", str(tmp_path / "rows.jsonl"), "--max-steps", "1", "--model.scratch.family", "qwen3"]
+    words += ["--renderer.enable-thinking", "true"]
+    shown = sft_screen(load(SFTConfig, words))
+    assert (
+        "(the first of 2 examples)" in shown and "\nNOTE: qwen3 shows earlier replies without their thoughts" in shown
+    )
+    kept = sft_screen(load(SFTConfig, [*words, "--renderer.settings", '{"thinking_retention": "all"}']))
+    assert "first of" not in kept and "shows earlier replies" not in kept
+
+
 # -- rows that an environment writes --
 
 

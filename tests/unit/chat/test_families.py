@@ -18,7 +18,7 @@ from cases.renderers import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published import tokenizer_dir
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.conversations import CALL
@@ -82,6 +82,13 @@ def lookup(key: str, times: int = 1) -> str:
 
 NEVER_PLAIN = ("deepseek-v4", "glm-5.3")
 """Families of whose replies the library always looks at all tokens."""
+DROP_THOUGHTS = (
+    "deepseek-v4", "gemma4", "glm-5", "glm-5.1", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5", "qwen3", "qwen3.5",
+    "qwen3.6",
+)  # fmt: skip
+"""Families that drop the thoughts of earlier replies once the user speaks again."""
+BRANCH_ALWAYS = ("hy3", "kimi-k2.5", "minimax-m2")
+"""Families that show earlier replies otherwise then, with and without thinking."""
 SHOW_NO_TOOLS = ("deepseek-r1", "deepseek-v3")
 """Families whose template has no place for descriptions of tools."""
 
@@ -124,8 +131,7 @@ class Script:
             message.pop("reasoning_content")
             rendered = self.renderer.render_sft([QUESTION, message], LossMaskSection(), tools)
         [(ids, mask, _)] = rendered.examples
-        reply = ids[mask].tolist()
-        return reply if reply[-1] in self.renderer.stop_ids else [*reply, self.renderer.stop_ids[0]]
+        return ids[mask].tolist()
 
 
 class Chatter:
@@ -302,6 +308,78 @@ def test_a_result_names_the_call_as_the_policy_has_named_it():
     extended = renderer.extend(prompt, reply, [QUESTION, message], [answer], tools.schemas)
     assert extended is not None
     assert "## Return of functions.lookup:7\na!" in renderer.decode(extended[len(prompt) + len(reply) :])
+
+
+RESULT = {"role": "tool", "content": "zqxlowvz", "name": "look_up", "tool_call_id": CALL["id"]}
+"""An answer to CALL."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_role_is_trained_by_the_tokens_of_its_text_alone(family):
+    renderer, tools = renderer_of(family), described(family, Toolset([lookup]))
+    row = [SYSTEM, QUESTION, ANSWER | {"content": "", "tool_calls": [CALL]}, RESULT, ANSWER]
+    for role, text in (("system", WORD), ("user", "a"), ("tool", RESULT["content"])):
+        only = LossMaskSection(**{each: each == role for each in ("system", "user", "assistant", "tool")})
+        examples = renderer.render_sft(row, only, tools).examples
+        assert "".join(renderer.decode(ids[mask]) for ids, mask, _ in examples) == text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reply_ends_with_a_token_that_ends_it_and_the_next_turn_goes_on_behind_that(family):
+    renderer, tools = renderer_of(family), described(family, Toolset([lookup]))
+    called = ANSWER | {"content": "", "tool_calls": [CALL]}
+    for first, answer in ((ANSWER, QUESTION), (called, RESULT)):
+        row = [QUESTION, first, answer, ANSWER]
+        rendered = renderer.render_sft(row, LossMaskSection(), tools)
+        assert rendered.num_left_out == 0
+        ends = [renderer.tokenizer.token_text(token) for token in renderer.stop_ids]
+        for ids, mask, _ in rendered.examples:
+            assert ids[mask][-1] in renderer.stop_ids
+        ids = rendered.examples[0].token_ids
+        sampled = renderer.render_sft(row[:2], LossMaskSection(), tools).examples[0]
+        assert np.array_equal(ids[: len(sampled.token_ids)], sampled.token_ids)
+        behind = renderer.decode(ids[len(sampled.token_ids) :]).lstrip()
+        assert not behind.startswith(tuple(ends)) or len(rendered.examples) > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_in_parts_is_one_text(family):
+    renderer = renderer_of(family)
+    row = [SYSTEM | {"content": "x. y"}, QUESTION | {"content": "a\nb"}, ANSWER | {"content": "b c"}]
+    parts = [("x.", " y"), ("a\n", "b"), ("b", " c")]
+    split = [m | {"content": [{"type": "text", "text": text} for text in part]} for m, part in zip(row, parts)]
+    found, expected = (renderer.render_sft(each, LossMaskSection()).examples for each in (split, row))
+    assert [e.token_ids.tolist() for e in found] == [e.token_ids.tolist() for e in expected]
+    assert [e.is_trained.tolist() for e in found] == [e.is_trained.tolist() for e in expected]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama-3"])
+def test_a_row_that_begins_with_a_reply_is_trained_from_its_second_reply_on(family):
+    renderer = renderer_of(family)
+    rendered = renderer.render_sft([ANSWER | {"content": "hello"}, QUESTION, ANSWER], LossMaskSection())
+    [(ids, mask, _)] = rendered.examples
+    assert rendered.num_left_out == 1 and "does not show message 0" in rendered.why
+    assert "hello" in renderer.decode(ids[~mask]) and "hello" not in renderer.decode(ids[mask])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_drops_thoughts_says_so_and_the_setting_that_it_names_keeps_them(family):
+    tokenizer = Asked(tuple(renderer_of(family).tokenizer.asked))
+    for thinks in (True, False):
+        section = RendererSection(name=family, enable_thinking=thinks)
+        renderer = build_renderer(tokenizer, section)
+        assert bool(renderer.branching) == ((thinks and family in DROP_THOUGHTS) or family in BRANCH_ALWAYS)
+        kept = build_renderer(tokenizer, section.model_copy(update={"settings": {"thinking_retention": "all"}}))
+        assert not kept.branching
+
+
+def test_a_letter_that_the_tokenizer_composes_is_trained():
+    tokenizer = Asked(tuple(renderer_of("qwen3").tokenizer.asked))
+    tokenizer._backend.normalizer = normalizers.NFC()
+    renderer = build_renderer(tokenizer, RendererSection(name="qwen3"))
+    rendered = renderer.render_sft([QUESTION, ANSWER | {"content": "cafe\u0301"}], LossMaskSection())
+    [(ids, mask, _)] = rendered.examples
+    assert rendered.num_left_out == 0 and "caf\u00e9<" in renderer.decode(ids[mask])
 
 
 @pytest.mark.slow

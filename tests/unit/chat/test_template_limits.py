@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import time
 
 import pytest
+import tokenizers
 from published import tokenizer_dir
-from test_chat_templates import CHATML, DROPS_THOUGHTS, byte_tokenizer, renderer_of, sources
-from tokenizers import AddedToken
+from test_chat_templates import CHATML, DROPS_THOUGHTS, TOKENS, byte_tokenizer, renderer_of, sources
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from stretto.base.errors import ConfigError, DataError
 from stretto.chat.conversations import CALL, ONE_TURN, TOOL, TWO_TURNS
-from stretto.chat.render import build_renderer
+from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.templates import TemplateFiles
-from stretto.chat.tokenizer import load_tokenizer
+from stretto.chat.tokenizer import Tokenizer, load_tokenizer
 from stretto.chat.tool_calls import TEXT_FORMATS
 from stretto.config.sections.model import RendererSection
 from stretto.config.sections.orchestrator import OrchestratorKeys
@@ -218,3 +221,111 @@ def test_messages_name_the_key_of_the_verb():
         for place, own in (("orchestrator\\.renderer", section), ("renderer", RendererSection())):
             with pytest.raises(ConfigError, match=rf"^(bytes: )?\[{place}\] {key} = '{value}'"):
                 build_renderer(tokenizer, own.model_copy(update={key: value}))
+
+
+# -- prompts as they stand --
+
+
+def text_renderer(**settings) -> Renderer:
+    """Renders plain text with a token for each two and three of the letters a and b, blanks and line breaks."""
+    letters = "ab\u0120\u010a"  # a blank and a line break as bytes are written
+    pairs = list(itertools.product(letters, repeat=2))
+    merges = [*pairs, *((a + b, c) for a, b in pairs for c in letters)]
+    tokens = dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)])
+    backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    tokenizer = Tokenizer(
+        backend, name="merges", eos_ids=(backend.token_to_id("</s>"),), unk_id=None,
+        templates=TemplateFiles({}, "a test"), template_tokens=TOKENS,
+    )  # fmt: skip
+    return build_renderer(tokenizer, RendererSection(name="text", **settings))
+
+
+TEXT_ROWS = [
+    [("system", "ab"), ("user", "a"), ("assistant", "b"), ("user", "ba"), ("assistant", "ab"), ("user", "b")],
+    [("user", " a "), ("assistant", " b\n"), ("user", "\n"), ("assistant", " a"), ("tool", " "), ("assistant", "b")],
+    [("user", "a"), ("user", ""), ("user", "b\n"), ("assistant", ""), ("user", "\n\n"), ("assistant", "a \n")],
+    [
+        ("system", "a\u00e9"),
+        ("user", "\u65e5b"),
+        ("assistant", "\u65e5\U0001f600"),
+        ("user", "\u00e9 "),
+        ("user", " b"),
+    ],
+]
+
+
+def text_row(index: int) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in TEXT_ROWS[index]]
+
+
+@pytest.mark.parametrize("index", range(len(TEXT_ROWS)))
+def test_each_role_of_plain_text_is_trained_by_exactly_its_letters_and_blanks(index):
+    renderer, row = text_renderer(), text_row(index)
+    for role in ("system", "user", "tool", "assistant"):
+        only = LossMaskSection(**{each: each == role for each in ("system", "user", "assistant", "tool")})
+        rendered = renderer.render_sft(row, only)
+        trained = "".join(renderer.decode(ids[mask]) for ids, mask, _ in rendered.examples)
+        end = "</s>" if role == "assistant" else ""
+        assert rendered.num_left_out == 0
+        assert trained == "".join(m["content"] + end for m in row if m["role"] == role)
+
+
+@pytest.mark.parametrize("index", range(len(TEXT_ROWS)))
+def test_no_token_of_plain_text_belongs_to_two_messages(index):
+    renderer, row = text_renderer(), text_row(index)
+    before = ""
+    ids: list[int] = []
+    for count in range(1, len(row) + 1):
+        prompt = renderer.render_prompt(row[:count]).tolist()
+        owners = renderer.text_owners(row[:count]).tolist()
+        before += row[count - 1]["content"]
+        assert renderer.decode(prompt) == before and prompt[: len(ids)] == ids
+        assert owners[len(ids) :] == [count - 1] * (len(prompt) - len(ids))
+        ids = prompt
+
+
+@pytest.mark.parametrize("index", range(len(TEXT_ROWS)))
+def test_plain_text_goes_on_behind_the_sampled_tokens_as_it_is_rendered_anew(index):
+    renderer, row = text_renderer(), text_row(index)
+    ids = history = reply = None
+    for at, message in enumerate(row):
+        if message["role"] != "assistant":
+            continue
+        prompt = renderer.render_prompt(row[:at])
+        if ids is not None:
+            extended = renderer.extend(ids, reply, history, row[len(history) : at])
+            assert extended is not None and extended.tolist() == prompt.tolist()
+        ids, history = prompt, row[: at + 1]
+        reply = renderer.render_prompt(history)[len(prompt) :]  # sampled, and cut before an end token
+        assert renderer.decode(reply) == message["content"]
+
+
+def test_sampled_tokens_of_plain_text_stay_what_they_are():
+    renderer = text_renderer()
+    prompt = renderer.render_prompt([{"role": "user", "content": "a"}])
+    reply = [int(renderer.encode(letter)[0]) for letter in "ab"]  # two tokens, where the text has one
+    history = [{"role": "user", "content": "a"}, renderer.parse(reply, prompt)]
+    extended = renderer.extend(prompt, reply, history, [{"role": "user", "content": "b"}])
+    assert extended is not None and extended.tolist() == [*prompt, *reply, renderer.encode("b")[0]]
+
+
+def test_a_prompt_of_plain_text_that_ends_with_a_reply_is_continued_without_an_end_token():
+    renderer = text_renderer()
+    row = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert renderer.render_text(row) == "ab" and renderer.decode(renderer.render_leading(row)) == "ab</s>"
+
+
+@pytest.mark.parametrize(
+    ("renderer", "said"),
+    [
+        (text_renderer, 'without the token that ends them .* renderer.template = "chatml", keeps one branch'),
+        (lambda: renderer_of(sources()["qwen3"], name="template"), "otherwise than they were sampled once the user"),
+        (lambda: renderer_of(sources()["qwen3"], name="template", enable_thinking=True), "without their thoughts once"),
+        (lambda: renderer_of(CHATML), "^$"),
+    ],
+)
+def test_a_template_that_shows_earlier_replies_otherwise_says_so(renderer, said):
+    assert re.search(said, renderer().branching)

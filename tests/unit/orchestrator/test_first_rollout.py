@@ -19,7 +19,7 @@ from stretto.orchestrator.lengths import limits_of
 ENVS = """
 import urllib.request
 
-from stretto.envs.base import SingleTurnEnv, TaskSource
+from stretto.envs.base import RolloutResult, SingleTurnEnv, TaskSource
 from stretto.records.rollout import Task
 
 
@@ -40,6 +40,23 @@ class Scored(SingleTurnEnv):
 
     def score(self, task, text):
         return eval(self.code)
+
+
+class Asking:
+    name = "asking"
+
+    def __init__(self, num_questions):
+        self.num_questions = num_questions
+
+    def tasks(self, split):
+        return TaskSource(lambda i: Task(env=self.name, task_id=str(i), data={}), None)
+
+    async def rollout(self, task, ctx):
+        messages = []
+        for _ in range(self.num_questions):
+            messages.append({"role": "user", "content": "a"})
+            messages.append((await ctx.chat(messages)).message)
+        return RolloutResult(reward=1.0)
 """
 
 
@@ -102,6 +119,17 @@ def test_a_prompt_that_is_drawn_anew_is_said(look):
 def test_different_tasks_with_one_id_are_said(look):
     assert any("tasks 0 and 1 have the same task_id" in note for note in look(task_id="same").notes)
     assert not look(task_id="same", num_tasks=1).notes
+
+
+def test_turns_of_which_each_begins_a_branch_are_said(look):
+    thinking = ("--orchestrator.renderer.enable-thinking", "true")
+    [note] = look(*thinking, env="scores:Asking", num_questions=2).notes
+    assert note.startswith("environment mine: qwen3 shows earlier replies without their thoughts once the user speaks")
+    assert 'settings.thinking_retention = "all"' in note
+    assert not look(*thinking, env="scores:Asking", num_questions=1).notes
+    kept = (*thinking, "--orchestrator.renderer.settings", '{"thinking_retention": "all"}')
+    assert not look(*kept, env="scores:Asking", num_questions=2).notes
+    assert not look(env="scores:Asking", num_questions=2).notes
 
 
 def test_a_prompt_without_room_for_a_reply_names_the_smallest_limit_by_its_key(look):
