@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import socket
 import time
@@ -267,10 +268,11 @@ def _link_checkpoints(run: RunDir, directory: Path) -> None:
 def _check_link(run: RunDir) -> None:
     """Raises: ConfigError if RUN/checkpoints is a link to those of another run, of which this directory is a copy."""
     if run.checkpoints.is_symlink() and (other := _other_run_of(run.checkpoints, run)) is not None:
+        here = shlex.quote(str(run.checkpoints))
         raise ConfigError(
             f"{run.checkpoints} is a link to the checkpoints of {other}, from which this directory was copied; a run "
             f"here would change them. Remove the link (the checkpoints stay), and copy them to its place if this run "
-            f"goes on from them: rm {run.checkpoints}; cp -r {run.checkpoints.resolve()} {run.checkpoints}"
+            f"goes on from them: rm {here}; cp -r {shlex.quote(str(run.checkpoints.resolve()))} {here}"
         )
 
 
