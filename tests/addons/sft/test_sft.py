@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -308,7 +310,7 @@ def test_a_run_that_fails_says_with_which_command_it_goes_on(tmp_path, monkeypat
     assert run_verb("sft", words) == 1
     error, _, command = capfd.readouterr().err.partition("continue from step 2:\n  ")
     assert "the disk is full" in error and " --clean" not in command
-    assert command.startswith(("sft ", f"{sys.executable} ", os.path.dirname(sys.executable)))
+    assert Path(shlex.split(command)[0]).name in ("sft", Path(sys.executable).name)
     assert command.rstrip().endswith("--resume --max-steps 3"), command
 
 

@@ -70,7 +70,7 @@ def test_another_model_is_named(tmp_path):
     sft.main(first)
     scratch = dict(first.model.scratch.model_dump(), hidden_size=32)
     fork = sft_config(tmp_path / "fork", resume={"dir": str(first.run_dir.path)}, model={"scratch": scratch})
-    with pytest.raises(DataError, match=r"first/run/checkpoints/step_1/trainer: weights of .* have shape"):
+    with pytest.raises(DataError, match=r"first/run/checkpoints/step_1/trainer: .* hidden_size = 16"):
         sft.main(fork)
     assert not fork.run_dir.checkpoints.exists()
     shutil.rmtree(first.run_dir.checkpoint(1) / "trainer")
