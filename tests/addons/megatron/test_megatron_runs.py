@@ -89,6 +89,8 @@ def test_ppo_with_two_stages_is_that_of_our_own_trainer_with_a_critic_beside_the
     trainer = {key: staged["trainer"][key] for key in ("backend", "interpreter", "megatron")}
     own = merged(PPO, {"model": settings["model"]})
     theirs = merged(own, {"trainer": trainer, "orchestrator": {"num_train_workers": 1}})
+    # Two updates of a step train the same samples if both pack them alike: Megatron shares no prefixes.
+    own["model"] = own["model"] | {"shared_prefixes": "off"}
     apart = {"trainer": {"critic": {"placement": {"port": free_ports(1)[0]}}}}
     runs = {}
     for name, given in {"own": own, "beside": theirs, "apart": merged(theirs, apart)}.items():
