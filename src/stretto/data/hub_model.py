@@ -335,7 +335,7 @@ def _reason(cause: BaseException) -> str:
     if type(cause).__name__.endswith("Timeout"):
         return f"no answer from {constants.ENDPOINT} in {_ANSWER_S:g} s"
     text = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
-    return text.rstrip(".")
+    return re.sub(r"\[Errno -?\d+\] ", "", text).rstrip(".")
 
 
 def _patterns(has_weights: bool) -> list[str]:

@@ -215,6 +215,17 @@ def test_the_index_decides_whether_a_snapshot_is_complete(site):
 
 
 @pytest.mark.heavy
+def test_a_hub_that_refuses_connections_is_told_without_the_systems_number(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ConfigError, match=r"the Hub is not reached: [^\[]*[Cc]onnection refused"):
+        look_up("lab/other")
+
+
+@pytest.mark.heavy
 def test_a_hub_that_swallows_requests_is_waited_for_once_and_not_long(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody answers
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
