@@ -54,7 +54,7 @@ WORKERS := $(shell n=`nproc`; echo $$((n < 8 ? n + 1 : 8)))
 BY_FILE := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Files of tests in memory, where it is a folder with gigabytes to spare, which that of a container often has not: a ledger
-# is opened and closed in a hundredth of the time.
+# is opened and closed in a hundredth of the time. All tests need more of it: checkpoints of a real model have 2 GB.
 FREE_IN_MEMORY = $(shell [ -w /dev/shm ] && df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print int($$4 / 1048576) }')
 in_memory = $(if $(shell [ $(or $(FREE_IN_MEMORY),0) -ge $(1) ] && echo yes),PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
@@ -65,7 +65,7 @@ test test-all: $(VENV)/installed-dev $(VENV)/installed-vllm $(VENV)/installed-en
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(call in_memory,4) $(BY_FILE) $(MARKED) tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/cluster tests/addons tests/unit
+	$(call in_memory,$(if $(MARKED),32,4)) $(BY_FILE) $(MARKED) tests/e2e tests/dist tests/gpu tests/contract tests/wires tests/cluster tests/addons tests/unit
 endif
 
 test-megatron: $(VENV)/installed-dev $(VENV)/opt/megatron/installed

@@ -181,6 +181,10 @@ class RunDir:
         match = _STEP.fullmatch(os.readlink(self.latest_weights)) if self.latest_weights.is_symlink() else None
         return int(match[1]) if match else 0
 
+    def undone_export(self, step: int) -> Path:
+        """Marker in an export of a step that was taken back; the next export of that step replaces both."""
+        return self.weights_step(step) / "UNDONE"
+
     def link_latest_weights(self, step: int) -> None:
         """Point `latest` at the export of `step`, atomically."""
         with atomic_path(self.latest_weights) as link:

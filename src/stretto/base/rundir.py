@@ -177,10 +177,14 @@ def go_back(run: RunDir, step: int) -> list[int]:
 
 
 def _take_back_latest(run: RunDir, step: int) -> None:
-    """Point `weights/latest` at the newest export up to `step`, or nowhere, if it is of a step that is taken back."""
+    """Mark exports of later steps; point `weights/latest` at the newest one that is left, if it is one of these."""
+    exported = steps_in(run.weights)
+    for each in exported:
+        if each > step:
+            run.undone_export(each).touch()
     if run.latest_export() <= step:
         return
-    left = [each for each in steps_in(run.weights) if each <= step]
+    left = [each for each in exported if each <= step and not run.undone_export(each).exists()]
     if left:
         run.link_latest_weights(left[-1])
     else:
@@ -266,13 +270,14 @@ def _link_checkpoints(run: RunDir, directory: Path) -> None:
 
 
 def _check_link(run: RunDir) -> None:
-    """Raises: ConfigError if RUN/checkpoints is a link to those of another run, of which this directory is a copy."""
+    """Raises: ConfigError if RUN/checkpoints is a link to those of another run: one of the two is a copy."""
     if run.checkpoints.is_symlink() and (other := _other_run_of(run.checkpoints, run)) is not None:
-        here = shlex.quote(str(run.checkpoints))
+        here, target = (shlex.quote(str(path)) for path in (run.checkpoints, run.checkpoints.resolve()))
         raise ConfigError(
-            f"{run.checkpoints} is a link to the checkpoints of {other}, from which this directory was copied; a run "
-            f"here would change them. Remove the link (the checkpoints stay), and copy them to its place if this run "
-            f"goes on from them: rm {here}; cp -r {shlex.quote(str(run.checkpoints.resolve()))} {here}"
+            f"{run.checkpoints} is a link to the checkpoints of {other}: one of the two directories is a copy, and "
+            f"both would change them. If this is the copy, remove the link (the checkpoints stay), and copy them to "
+            f"its place if this run goes on from them: rm {here}; cp -r {target} {here}. If {other} is the copy: rm "
+            f"{target}/{run.checkpoints_of.name}"
         )
 
 
@@ -280,10 +285,10 @@ def _other_run_of(checkpoints: Path, run: RunDir) -> RunDir | None:
     """The run whose checkpoints these are by their own file, if it is still there and is not this one."""
     try:
         owner = RunDir(Path((checkpoints / run.checkpoints_of.name).read_text(errors="replace")))
+        links_here = os.path.samefile(owner.checkpoints, checkpoints)
+        return owner if links_here and not os.path.samefile(owner, run) else None
     except OSError:
         return None
-    links_here = os.path.realpath(owner.checkpoints) == os.path.realpath(checkpoints)
-    return owner if links_here and os.path.realpath(owner) != os.path.realpath(run) else None
 
 
 def _delete_linked(run: RunDir) -> None:

@@ -36,12 +36,18 @@ def status(words: list[str]) -> int:
     parser.add_argument("run", type=Path, help="the run's directory")
     run = find_run(parser.parse_args(words).run)
     rows = {"run": str(run), **_launcher(run), **_progress(run)}
-    has_ended = read_json(run.launch).get("by") == "local" and holder(run.lock) is None
-    if not has_ended and (queues := queue_text(run)) is not None:  # the ports of one that has may be another run's now
+    if not _has_ended(run) and (queues := queue_text(run)) is not None:
         rows["queues"] = queues
     rows["logs"] = ", ".join(_logs(run)) or "none yet"
     sys.stdout.write("".join(f"{name:<6} {text}\n" for name, text in rows.items()))
     return 0
+
+
+def _has_ended(run: RunDir) -> bool:
+    """Whether no process of a run of this machine lives; its ports may be those of another run by now."""
+    launched = read_json(run.launch)
+    is_here = launched.get("by") == "local" and launched.get("host") == socket.gethostname()
+    return is_here and not any(holder(lock) for lock in (run.lock, *run.path.glob("run.*.lock")))
 
 
 def logs(words: list[str]) -> int:

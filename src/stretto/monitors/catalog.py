@@ -1,7 +1,7 @@
 """Every metric that a run writes: who writes it, its unit, what it means and how to read it.
 
 `python -m stretto.monitors.catalog` prints the page, which `make docs` puts on the site. The metrics files of
-all test runs are checked against this table (tests/metric_names.py), so a new metric needs an entry here.
+all test runs are checked against this table (tests/cases/metric_names.py), so a new metric needs an entry here.
 """
 
 from __future__ import annotations

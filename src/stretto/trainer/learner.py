@@ -9,7 +9,7 @@ tensors); the loss is algorithms/losses.py; waiting, publishing and files belong
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from stretto.check.degrees import check_vision
 from stretto.config.sections.algorithm import CustomLoss, DefaultLoss, LossSection
 from stretto.config.sections.model import ModelSection, TokenizerSection
 from stretto.config.sections.trainer import Optim, Scheduler
-from stretto.data.hub_model import fetch
+from stretto.data.hub_model import fetch, find_local
 from stretto.models import hub
 from stretto.models.hf import Policy, build_meta_hf_model, load_hf_model
 from stretto.models.lora import ADAPTABLE, is_adapter_parameter
@@ -91,6 +91,13 @@ def load_policy(
     if is_meta:
         return hub.build_meta_model(directory, dtype)
     return hub.load_model(directory, dtype=dtype, device=device)
+
+
+def _config_file(model: ModelSection) -> Mapping[str, Any]:
+    """The model's config.json, with which a resume is compared: transformers may have made another of it."""
+    directory = None if model.scratch is not None else find_local(model.name)
+    path = directory and directory / "config.json"
+    return hub.read_json(path) if path and path.is_file() else {}
 
 
 def find_tokenizer(model: ModelSection, tokenizer: TokenizerSection, run_dir: RunDir) -> Path:
@@ -163,6 +170,7 @@ class Learner:
         self.valuer = valuer
         self.frozen_steps = 0 if valuer is None else valuer.section.num_critic_only_steps
         self._schedule_start = 0  # the step after which the schedule began
+        self._sizes = network_of(model, _config_file(model))
         self._is_replaying = enable_router_replay
         self.step = 0
         self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
@@ -428,7 +436,7 @@ class Learner:
         values: dict[str, Any] = {"step": self.step, "optim": self._optim.type, "schedule_start": self._schedule_start}
         info = self.adapter_info()
         values |= {"adapter_scaling": None if info is None else info.scaling, "has_critic": self.valuer is not None}
-        values |= {"network": network_of(self._model, self.policy.config.hf), "adapter": self._adapter_values()}
+        values |= {"network": self._sizes, "adapter": self._adapter_values()}
         return LearnerState(parts, values)
 
     def _adapter_values(self) -> dict[str, Any] | None:

@@ -107,6 +107,15 @@ def test_the_latest_weights_are_none_of_steps_that_are_taken_back(run: RunDir, e
     assert run.weights_step(exported[-1]).is_dir(), "who knows its step can still have it"
 
 
+def test_the_latest_weights_are_none_of_a_branch_that_was_left_before(run: RunDir) -> None:
+    for exported, back in (([5, 10], 5), ([12], 11)):
+        for each in exported:
+            run.weights_step(each).mkdir(parents=True)
+            run.link_latest_weights(each)
+        rundir.go_back(run, back)
+        assert run.latest_weights.resolve() == run.weights_step(5)
+
+
 def test_checkpoints_on_a_disk_that_is_not_there_are_not_missing(run: RunDir) -> None:
     run.checkpoints.symlink_to("gone")
     with pytest.raises(ConfigError, match="a link to gone, which is not there"):
@@ -122,7 +131,7 @@ def test_a_copy_leaves_the_checkpoints_behind_its_link_to_the_run_that_they_are_
     shutil.copytree(first, copy, symlinks=True)
     for name in ("COMPLETE", "trainer.part"):
         (first.checkpoint(len(name)) / name).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=f"link to the checkpoints of {first}.*copied"):
+    with pytest.raises(ConfigError, match=f"link to the checkpoints of {first}: one of the two directories is a copy"):
         rundir.claim(copy, **NEW | how)
     with (
         pytest.raises(ConfigError, match="link to the checkpoints of"),

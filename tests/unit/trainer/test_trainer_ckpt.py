@@ -320,12 +320,18 @@ def test_another_shape_of_model_or_adapter_is_known_without_torch(tmp_path):
             check_resumed(build(SFTConfig, given | {"model": own}))
 
 
-def test_a_model_of_another_size_is_known_by_its_file(saved, tmp_path):
-    for hidden_size, message in ((64, None), (32, r"hidden_size = 64, but .*other has 32")):
-        save_hf(build_policy(hidden_size=hidden_size), tmp_path / "other")
-        given = {"orchestrator": {"env": [{"id": "sort-letters"}]}, "model": {"name": str(tmp_path / "other")}}
+def test_a_model_of_another_size_is_known_by_its_file(tmp_path):
+    """Not by what a module makes of it: from a file for images and text, transformers builds another type."""
+    for name, hidden_size in (("own", 64), ("same", 64), ("other", 32)):
+        save_hf(build_policy(hidden_size=hidden_size), tmp_path / name)
+    run, policy = RunDir(tmp_path / "run"), load_model(tmp_path / "own", dtype=torch.float32)
+    policy.config.hf["model_type"] = "qwen3_text"
+    parts = {"model": ModelSection(name=str(tmp_path / "own")), "scheduler": ConstantScheduler(), "max_steps": None}
+    save_checkpoint(run, train(Learner(policy, **parts, optim=AdamWOptim()), 1))
+    for name, message in (("own", None), ("same", None), ("other", r"hidden_size = 64, but .*other has 32")):
+        given = {"orchestrator": {"env": [{"id": "sort-letters"}]}, "model": {"name": str(tmp_path / name)}}
         with pytest.raises(DataError, match=message) if message else nullcontext():
-            check_resumed(build(RLConfig, as_run(saved) | given))
+            check_resumed(build(RLConfig, as_run(run) | given))
 
 
 def test_another_kind_of_run_is_refused_before_it_starts(saved):

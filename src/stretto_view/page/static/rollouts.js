@@ -11,6 +11,7 @@ export async function render(root, context) {
   if (context.query.has("beside")) return besides(root, context);
   const run = context.runs[0];
   const filters = Object.fromEntries(FILTERS.map((name) => [name, context.query.get(name) || ""]));
+  if (!filters.step) filters.sort = ""; // other orders are of one step
   const table = h("tbody");
   const end = h("p", { class: "note", role: "status" });
   const panel = h("section", { class: "detail", "aria-label": "rollout" });
@@ -140,10 +141,15 @@ export async function render(root, context) {
   const { envs, statuses, last } = first.choices;
   const change = (name) => (value) => {
     filters[name] = value;
-    context.remember({ [name]: value });
+    if (!filters.step) {
+      filters.sort = "";
+      context.remember({ sort: "" });
+      orders.querySelector("select").value = "newest";
+    }
+    context.remember({ [name]: filters[name] });
     load(true);
   };
-  const order = (value) => { // other orders are of one step: the newest, if none is given
+  const order = (value) => { // of the newest step, if none is given
     if (value !== "newest" && !filters.step && last) {
       root.querySelector("[name=step]").value = filters.step = last;
       context.remember({ step: last });
@@ -151,6 +157,7 @@ export async function render(root, context) {
     change("sort")(value);
   };
   const number = (name, label) => input(label, { type: "number", step: "any", value: filters[name], size: 6, name }, change(name));
+  const orders = select("order ", [["newest", "newest"], ["best", "best of the step"], ["worst", "worst of the step"], ["longest", "longest of the step"]], filters.sort || "newest", order);
   const range = (name) => h("span", { class: "range" }, number(`min_${name}`, `${name} from `), number(`max_${name}`, " to "));
   const isFiltered = FILTERS.slice(2).some((name) => filters[name] && name !== "sort");
   fill(root, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
@@ -162,7 +169,7 @@ export async function render(root, context) {
       input("task ", { type: "search", value: filters.task, name: "task", size: 8 }, change("task")),
       select("status ", [["", "all that ended"], ...statuses.map((status) => [status, status])], filters.status, change("status")),
       range("reward"), range("tokens"), number("version", "version "),
-      select("order ", [["newest", "newest"], ["best", "best of the step"], ["worst", "worst of the step"], ["longest", "longest of the step"]], filters.sort || "newest", order)))),
+      orders))),
     notice, h("div", { class: "split" }, h("div", { class: "rows" }, h("table", {}, h("thead", {}, h("tr", {},
       COLUMNS.map((name) => h("th", {}, name)))), table), end), panel));
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -86,12 +87,13 @@ def test_a_key_that_is_not_the_runs_is_said_and_one_of_the_environment_is_used(r
 
 @pytest.mark.heavy
 def test_engines_at_the_ports_of_a_run_that_has_ended_are_those_of_another(run: RunDir, capsys) -> None:
-    run.launch.write_text(json.dumps({"by": "local", "host": "here"}))
+    run.launch.write_text(json.dumps({"by": "local", "host": socket.gethostname()}))
     assert main(["status", str(run)]) == 0 and "queues" not in capsys.readouterr().out
-    with closing(os.fdopen(os.open(run.lock, os.O_RDWR | os.O_CREAT))) as file:
-        assert try_lock(file.fileno())
-        write_holder(file.fileno())
-        assert main(["status", str(run)]) == 0 and "queues prefill: 5 running" in capsys.readouterr().out
+    for lock in (run.lock, run.part_lock("trainer")):  # a run, or its trainer alone
+        with closing(os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT))) as file:
+            assert try_lock(file.fileno())
+            write_holder(file.fileno())
+            assert main(["status", str(run)]) == 0 and "queues prefill: 5 running" in capsys.readouterr().out
 
 
 def test_a_run_that_has_ended_has_no_queues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
