@@ -37,6 +37,8 @@ SILENT_S = 60.0
 """How long a peer may leave a request unanswered."""
 START_S = 600.0
 """Limit for the first answer of a peer: all nodes begin to serve when the last one is ready."""
+ENDING_S = 30.0
+"""How long this process may take to end once a peer is lost. vLLM's server may wait for its own tasks without end."""
 _CONNECT_S = 1.0
 PROCESS_HEADER = "X-Stretto-Process"
 """A headless node's process id in answers: it answers soon after a restart, which others must detect."""
@@ -62,7 +64,7 @@ class Peers:
         except EngineError as error:
             self.failure = str(error)
             logger.error("%s", error)
-            os.kill(os.getpid(), signal.SIGTERM)
+            _end_this_process()
 
     def find_lost(self) -> None:
         """After a failure of this engine, set `failure` if a peer refuses connections, the likely cause.
@@ -118,10 +120,18 @@ class HeadlessNode:
             await web.TCPSite(runner, self._host, self._port).start()
         except OSError as error:
             self._peers.failure = f"cannot listen at {self._host}:{self._port}: {error}"
-            os.kill(os.getpid(), signal.SIGTERM)
+            _end_this_process()
             return
         await self._peers.watch()
         await asyncio.Event().wait()  # answer until the process ends
+
+
+def _end_this_process() -> None:
+    """By SIGTERM, and at once where that has not ended it in ENDING_S."""
+    overdue = threading.Timer(ENDING_S, os._exit, (1,))
+    overdue.daemon = True
+    overdue.start()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def _check(http: aiohttp.ClientSession, url: str) -> tuple[str | None, str | None]:

@@ -14,7 +14,7 @@ import pytest
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.ledger import Ledger
-from stretto_clusters.engines import END_S, engines
+from stretto_clusters.engines import END_S, _wish, engines
 
 URL = "http://gpu7:8000"
 
@@ -147,6 +147,17 @@ def test_the_answer_is_what_the_ledger_says(
     thread.join()
     out, err = capsys.readouterr()
     assert (url in out) == (code == 0) and (f"{url}: no" in err) == (code == 1)
+
+
+def test_an_engine_that_is_removed_already_is_removed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger(run)
+    ledger.event("fleet", fleet(gpu1="ready"))
+    ledger.close()
+    with pytest.raises(ConfigError, match="is no engine of"):
+        engines(["remove", str(run), URL])
+    _wish(run, "removed", [URL], 0.0)
+    assert engines(["remove", str(run), URL, "--timeout", "30"]) == 0
+    assert capsys.readouterr().out == f"{URL}: removed\n"
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "[::1]", socket.gethostname()])

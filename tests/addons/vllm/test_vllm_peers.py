@@ -40,6 +40,7 @@ async def ended(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
         killed.set()
 
     monkeypatch.setattr(peers.os, "kill", kill)
+    monkeypatch.setattr(peers.os, "_exit", lambda status: None)
     return killed
 
 
@@ -62,6 +63,25 @@ class Server:
     async def health(self, _: web.Request) -> web.Response:
         await self.may_answer.wait()
         return web.Response(status=self.status)
+
+
+UNWILLING = """
+import asyncio, signal, sys
+from stretto_vllm import peers
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+peers.INTERVAL_S, peers.START_S, peers.ENDING_S = 0.01, 0.1, 0.5
+async def main():
+    await peers.Peers([sys.argv[1]]).watch()
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.heavy
+def test_a_node_whose_server_does_not_end_when_asked_is_ended() -> None:
+    words = [sys.executable, "-c", UNWILLING, f"http://127.0.0.1:{free_port()}"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "asked to end\n") and "is gone" in ended.stderr
 
 
 @pytest.mark.heavy
