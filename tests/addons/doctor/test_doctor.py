@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from processes import forked
+from processes.add_ons import needs
 
 from stretto import cli
 from stretto.chat.tokenizer import build_letters_tokenizer, load_tokenizer
@@ -306,7 +307,9 @@ MISFITS = {
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize(
+    "misfit", [pytest.param(name, marks=needs("sft") if name == "memory" else ()) for name in MISFITS]
+)
 def test_the_doctor_is_satisfied_with_the_edits_that_it_offers(
     misfit: str, words: list[str], monkeypatch, capsys
 ) -> None:

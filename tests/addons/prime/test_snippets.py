@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
+from processes.add_ons import skip_without_verb
 
 from stretto.base import ports
 from stretto.cli import main
@@ -132,6 +133,7 @@ def test_several_runs_on_one_trainer_are_refused_with_the_verb_that_has_them(
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_is_a_plan(line: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    skip_without_verb(line.split()[0])
     line = line.replace("8001", str(free_port()))  # a port that is given must be free
     assert main([*line.split(), "--dry-run"]) == 0, capsys.readouterr().err
     assert "nothing was started" in capsys.readouterr().out

@@ -15,6 +15,7 @@ import pyarrow.parquet as parquet
 import pytest
 from cases.vime import put_megatron
 from PIL import Image
+from processes.add_ons import needs
 
 from stretto.config.load import dump
 from stretto_vime.cli import vime
@@ -111,7 +112,9 @@ def words_of(directory: Path, name: str) -> list[str]:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", LAUNCHES["runs"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs("sft") if "fine-tuning" in name else ()) for name in LAUNCHES["runs"]]
+)
 def test_the_flags_of_a_launch_script_are_a_plan(name, directory, capsys):
     words = words_of(directory, name)
     cfg = dump(read_command(words).config)
