@@ -99,8 +99,8 @@ def engines(words: list[str]) -> int:
     for url in urls:
         named.setdefault(_name_in([*known, *named], url))
     urls = list(named)
-    is_gone = options.what == "remove"  # one that the run has had is removed already
-    missing = [url for url in urls if url not in known and not (is_gone and _file(run, url).exists())]
+    was_asked = [url for url in urls if options.what == "remove" and _file(run, url).exists()]  # it may be gone by now
+    missing = [url for url in urls if url not in (*known, *was_asked)]
     if options.what != "add" and missing:
         raise ConfigError(f"{missing[0]} is no engine of {run}; it has {', '.join(known) or 'none'}")
     return _ask(run, WISHES[options.what], urls, options.wait, options.timeout)

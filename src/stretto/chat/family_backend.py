@@ -348,18 +348,22 @@ class FamilyBackend:
 
         GLM's templates write nothing behind a reply: the model ends it with the role of the next message.
         """
-        called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-        result = {"role": "tool", "content": _PAST, "name": CALL["function"]["name"], "tool_call_id": CALL_ID}
-        found: list[int | None] = []
-        for replied in ([{"role": "assistant", "content": _PAST}, *ONE_TURN], [called, result]):
-            try:
-                rendered = self._backend.render([*ONE_TURN, *replied], tools=None)
-                start = rendered.message_indices.index(len(ONE_TURN))
-            except Exception:  # whatever a renderer of the library raises for what it does not show
-                found.append(None)
-                continue
-            found.append(next((token for token in rendered.token_ids[start:] if token in self.stop_ids), None))
-        return found[0], found[1]
+        answered = [{"role": "assistant", "content": _PAST}, *ONE_TURN]
+        return self._end_behind([*ONE_TURN, *answered]), self._end_behind([*ONE_TURN, *_called(_PAST)])
+
+    def _end_behind(self, messages: Sequence[Message]) -> int | None:
+        """The first end token from the reply to ONE_TURN on; None if there is none."""
+        if (rendered := self._try_with_owners(messages)) is None or len(ONE_TURN) not in rendered.message_indices:
+            return None
+        start = rendered.message_indices.index(len(ONE_TURN))
+        return next((token for token in rendered.token_ids[start:] if token in self.stop_ids), None)
+
+    def _try_with_owners(self, messages: Sequence[Message]) -> Any:
+        """The library's rendering of a conversation without tools; None if it refuses it."""
+        try:
+            return self._backend.render(list(messages), tools=None)
+        except Exception:  # whatever a renderer of the library raises for what it does not show
+            return None
 
     def parse(
         self,
@@ -463,15 +467,11 @@ class FamilyBackend:
 
         It counts a heading to gpt-oss's system message, and quotes to the results of Llama 3 and Gemma 4.
         """
-        called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-        result = {"role": "tool", "content": _RARE, "name": CALL["function"]["name"], "tool_call_id": CALL_ID}
-        tried = ([{"role": "system", "content": _RARE}, *ONE_TURN], [*ONE_TURN, called, result])
+        tried = ([{"role": "system", "content": _RARE}, *ONE_TURN], [*ONE_TURN, *_called(_RARE)])
         found = {}
         for messages in tried:
             at = next(index for index, message in enumerate(messages) if message["content"] == _RARE)
-            try:
-                rendered = self._backend.render(messages, tools=None)
-            except Exception:  # whatever a renderer of the library raises for what it does not show
+            if (rendered := self._try_with_owners(messages)) is None:
                 continue
             is_own = [i == at and text for i, text in zip(rendered.message_indices, rendered.is_content)]
             shown = self._decode(list(itertools.compress(rendered.token_ids, is_own)))
@@ -479,6 +479,12 @@ class FamilyBackend:
             if is_shown:
                 found[messages[at]["role"]] = before, behind
         return found
+
+
+def _called(result: str) -> list[Message]:
+    """A reply that calls a function, and what that returns."""
+    answer = {"role": "tool", "content": result, "name": CALL["function"]["name"], "tool_call_id": CALL_ID}
+    return [{"role": "assistant", "content": "", "tool_calls": [CALL]}, answer]
 
 
 def _text_of(content: Any) -> str:
