@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cases.vime import COMMANDS, CONFIG, GUIDE, MODEL_ARGS, SPLIT, put_files, words_of
+from processes.add_ons import needs
 
 from stretto.base import ports
 from stretto.base.errors import ConfigError
@@ -72,7 +73,9 @@ def test_the_page_and_help_list_every_flag():
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs("critic") if " ppo " in words else ()) for name, words in COMMANDS.items()]
+)
 def test_a_command_of_the_guide_is_the_plan_that_is_written_down(name, files):
     cfg, notes, *_ = read_command(words_of(files, MODEL_ARGS, COMMANDS[name], "--dry-run"))
     plan, _ = plan_only(cfg.model_copy(update={"ray": None}) if cfg.ray else cfg)

@@ -25,6 +25,8 @@ from stretto_vime.flags.resolved import find
 CASES = Path(__file__).parents[2] / "cases"
 LAUNCHES = tomllib.loads((CASES / "vime_launches.toml").read_text())
 START = "--ref-load MEGATRON/{model} --load RUNS/{model}/ --save RUNS/{model}/ --save-interval 20"
+OF_ADD_ONS = {"fine-tuning": "sft", "critic": "critic"}
+"""What the name of a list says that it needs."""
 FILES = {
     "with_tool.py": "async def generate(args, sample, sampling_params):\n    return sample\n\n\n"
     "async def reward_func(args, sample):\n    return {'score': 1.0}\n\n\n"
@@ -113,7 +115,11 @@ def words_of(directory: Path, name: str) -> list[str]:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs("sft") if "fine-tuning" in name else ()) for name in LAUNCHES["runs"]]
+    "name",
+    [
+        pytest.param(name, marks=[needs(add_on) for word, add_on in OF_ADD_ONS.items() if word in name])
+        for name in LAUNCHES["runs"]
+    ],
 )
 def test_the_flags_of_a_launch_script_are_a_plan(name, directory, capsys):
     words = words_of(directory, name)
