@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
 
 from stretto import addons
+
+if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
 
 
 def is_here(name: str) -> bool:
@@ -19,6 +23,16 @@ def needs(*names: str) -> pytest.MarkDecorator:
     """A mark for tests that use these add-ons."""
     missing = [f"stretto_{name}" for name in names if not is_here(name)]
     return pytest.mark.skipif(bool(missing), reason=f"without {', '.join(missing)}")
+
+
+def families(*names: str) -> list[ParameterSet]:
+    """Families of models as a test's parameters, each skipped where its add-on is not installed."""
+    all_, offered = addons.registered("stretto.families"), addons.offers("stretto.families")
+    missing = {name: addons.package_of(all_[name]) for name in names if name in all_ and name not in offered}
+    return [
+        pytest.param(name, marks=pytest.mark.skip(f"without {missing[name]}") if name in missing else ())
+        for name in names
+    ]
 
 
 def missing_verbs() -> dict[str, str]:

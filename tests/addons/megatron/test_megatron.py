@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes.add_ons import needs
+from processes.add_ons import families, needs
 from tiny import build_learner
 
 from stretto.base.errors import DataError
@@ -62,7 +62,8 @@ def map_of(directory: Path) -> TensorMap:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "llama", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "glm_moe_dsa"]
+    "family",
+    families("qwen2", "qwen3", "llama", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "glm_moe_dsa"),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_that_goes_to_megatron_and_back_has_its_bits(family, dtype, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_runs import ask, build_core, submit
 from foresee_rows import rows_of
+from processes.add_ons import families
 
 from stretto.config.load import build
 from stretto.config.root import RLConfig
@@ -92,7 +93,7 @@ def test_peak_of_a_pass_is_the_allocators(shape, settings, vocab, tmp_path) -> N
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+@pytest.mark.parametrize("family", families("qwen3_5_text", "nemotron_h"))
 @pytest.mark.parametrize("num_seqs", [9, 20, 24])
 def test_states_of_sequences_are_those_of_the_engine(family, num_seqs, tmp_path) -> None:
     """As many as rollouts in flight, or as max_num_seqs allows; they begin one after the other."""

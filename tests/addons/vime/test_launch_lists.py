@@ -25,7 +25,7 @@ from stretto_vime.flags.resolved import find
 CASES = Path(__file__).parents[2] / "cases"
 LAUNCHES = tomllib.loads((CASES / "vime_launches.toml").read_text())
 START = "--ref-load MEGATRON/{model} --load RUNS/{model}/ --save RUNS/{model}/ --save-interval 20"
-OF_ADD_ONS = {"fine-tuning": "sft", "critic": "critic"}
+OF_ADD_ONS = {"fine-tuning": "sft", "critic": "critic", "teacher": "frozen"}
 """What the name of a list says that it needs."""
 FILES = {
     "with_tool.py": "async def generate(args, sample, sampling_params):\n    return sample\n\n\n"
