@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.cli import main
 from stretto.config.describe import ROOTS
@@ -19,6 +20,7 @@ RL_FILES, SFT_FILES, PARTS = (
     {path.stem: path.read_text() for path in sorted((CASES / folder).glob("*.toml"))}
     for folder in ("rl", "sft", "parts")
 )
+OF_ROUTERS = ("glm5_llmd_0_6", "glm5_two_sides", "intellect")
 LINES = [line for line in (CASES / "lines.txt").read_text().splitlines() if not line.startswith("#")]
 ENV = '[[orchestrator.train.source]]\nid = "sort-letters"\n'
 SEEDS = range(40)
@@ -38,7 +40,9 @@ def assert_printed_is_the_same(folder: Path, root: RunRoot) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", RL_FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs("routers") if name in OF_ROUTERS else ()) for name in RL_FILES]
+)
 def test_a_file_of_rl_loads_and_is_the_same_run_in_our_spelling(name: str, tmp_path: Path) -> None:
     cfg = read(tmp_path, RLConfig, RL_FILES[name])
     assert isinstance(cfg, RLConfig) and cfg.inference is not None
@@ -75,6 +79,7 @@ def test_nodes_and_gates_of_a_large_run_are_those_of_its_file(tmp_path: Path) ->
     assert cfg.orchestrator.eval is not None and cfg.orchestrator.eval.env[0].args["taskset"] == {"id": "aime25"}
 
 
+@needs("routers")
 def test_a_file_of_0_6_with_an_endpoint_picker_loads_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = read(tmp_path, RLConfig, RL_FILES["glm5_llmd_0_6"])
     assert isinstance(cfg, RLConfig) and cfg.inference is not None and cfg.inference.router is not None

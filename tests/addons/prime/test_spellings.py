@@ -340,6 +340,7 @@ def test_wrong_combinations_are_said(lines, tmp_path):
     assert RULES[lines] in str(caught.value)
 
 
+@needs("routers")
 def test_a_side_of_a_disaggregated_deployment_has_options_of_its_own(tmp_path):
     toml = (
         '[inference.deployment]\ntype = "disaggregated"\nprefill_vllm_overrides = { enable_dbo = true }\n'
