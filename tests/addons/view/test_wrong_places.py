@@ -156,6 +156,7 @@ def test_words_that_no_verb_takes_are_refused(
     said([verb, *words], capsys)
 
 
+@needs("start")
 @pytest.mark.parametrize("where", ["file", "file/below", "full", "x" * 300])
 def test_a_project_is_not_written_where_it_cannot(
     where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
