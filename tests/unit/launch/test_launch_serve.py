@@ -53,7 +53,7 @@ def test_hosts_are_needed_except_in_a_dry_run(tmp_path):
         plan_serving(config(tmp_path, *shape, "--hosts", "a"), config(tmp_path).run_dir)
 
 
-@needs("routers")
+@needs("routers", "vllm")
 def test_a_dry_run_of_several_processes_looks_at_the_model_and_at_ports(tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text('{"model_type": "bert"}')
