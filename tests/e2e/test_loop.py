@@ -353,7 +353,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_bits(
     assert resumed.column("reward/mean") == straight.column("reward/mean")
     assert audit(run) == []
     assert resumed.summary()["steps"] == NUM_STEPS and resumed.summary()["resumed"]
-    assert [life["resumed_step"] for life in resumed.ledger().incarnations()] == [None, stopped]
+    assert [life["resumed_step"] for life in resumed.ledger().rows("SELECT * FROM incarnations")] == [None, stopped]
 
 
 def test_the_summary_has_every_field(straight: Ended) -> None:

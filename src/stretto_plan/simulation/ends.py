@@ -460,18 +460,17 @@ class Tasks:
     name: str
     workload: Workload
     scale: float
-    seed: int = 0
     rng: random.Random = field(default_factory=random.Random)
     durations: list[tuple[float, float]] = field(default_factory=list)
     """When each finished rollout ended, and the seconds it took."""
 
     def __post_init__(self) -> None:
-        self.rng = random.Random(f"{self.seed}/{self.name}")
+        self.rng = random.Random(f"0/{self.name}")
         self._began: dict[str, float] = {}
 
     def tasks(self, split: Split) -> TaskSource:
         def make(index: int) -> Task:
-            rng = random.Random(f"{self.seed}/{self.name}/{index}")
+            rng = random.Random(f"0/{self.name}/{index}")
             units = max(1, round(self.workload.prompt_tokens.draw(rng) / self.scale))
             data = {"units": units, "signal": rng.random() < self.workload.signal}
             return Task(env=self.name, task_id=str(index), data=data)
@@ -536,9 +535,9 @@ class SeveralTurns(Tasks):
         return RolloutResult(reward=self.reward(task))
 
 
-def build_env(name: str, workload: Workload, scale: float, seed: int) -> Tasks:
+def build_env(name: str, workload: Workload, scale: float) -> Tasks:
     """The environment that plays rollouts like these."""
     kind: type[Tasks] = SeveralTurns
     if workload.is_single_turn:
         kind = OneSlowTurn if workload.score_s.mean else OneTurn
-    return kind(name, workload, scale, seed)
+    return kind(name, workload, scale)

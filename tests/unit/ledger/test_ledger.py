@@ -159,7 +159,7 @@ def test_a_resume_reuses_finished_groups_and_undoes_later_steps(run_dir: RunDir)
     assert audit(run_dir) == []
     with LedgerReader(run_dir) as reader:
         assert num_reused(reader) == 2 * MEMBERS
-        assert [i["resumed_step"] for i in reader.incarnations()] == [None, 2]
+        assert [i["resumed_step"] for i in reader.rows("SELECT * FROM incarnations")] == [None, 2]
         assert len(reader.rows("SELECT * FROM batches WHERE state = 'undone'")) == 1
 
 
