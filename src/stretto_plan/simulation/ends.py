@@ -291,11 +291,8 @@ class SimulatedEngine:
 
     def _interrupt(self) -> None:
         self._wake.set()
-        if self._job is not None and (self._pause is not None or self._has_room_for_waiting()):
+        if self._job is not None and (self._pause is not None or (self._waiting and self._has_room())):
             self._job.cut()
-
-    def _has_room_for_waiting(self) -> bool:
-        return bool(self._waiting) and self._has_room()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
