@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from stretto.base.ports import is_loopback
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.batches import urls
 from stretto.config.rules.rule import (
@@ -378,14 +378,6 @@ def hosts(cfg: Any, at: At) -> Problems:
         if is_loopback(host) and not all(map(is_loopback, given)):
             rule = f"node {node}, {host}, is reached by its own machine alone, and others are elsewhere"
             yield Problem(key, f"{key.path}: {rule}; give the address at which they reach it")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only the machine itself reaches this address."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def node_rank(cfg: Any, at: At) -> Problems:
