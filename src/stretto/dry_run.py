@@ -45,13 +45,6 @@ from stretto.orchestrator.state.run_checkpoint import Progress
 WIDTH = 118
 PROMPT_LINES = 14
 MOST_NAMES = 4
-COMPARED_ROWS = 4
-"""Rows of `sft` in which the same long texts are looked for."""
-LOOKED_AT_ROWS = 100
-"""Rows of `sft` in which a reply is looked for."""
-COUNTED_ROWS = 5000
-"""Most rows of `sft` that are rendered to know how many steps its epochs are."""
-LONG_ROW = 200  # tokens of a row in which they are worth it
 
 Rows = list[tuple[str, str]]
 

@@ -304,7 +304,7 @@ class Ledger:
 
     # -- resume: call in this order, before run_started --
 
-    def rewind(self, step: int) -> reuse.Rewound:
+    def rewind(self, step: int) -> int:
         """Undo everything after `step`; see `reuse.rewind`."""
         with self.transaction():
             rewound = reuse.rewind(self._db, step)

@@ -41,11 +41,6 @@ class Monitors:
         self._monitors = monitors
 
     @property
-    def names(self) -> list[str]:
-        """The names of monitors that have not failed."""
-        return list(self._monitors)
-
-    @property
     def has_trackers(self) -> bool:
         """Whether a monitor may show tables and histograms."""
         return any(isinstance(monitor, BackgroundMonitor) for monitor in self._monitors.values())

@@ -47,7 +47,7 @@ def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:
         monitors = build_monitors(section, run_dir, "trainer", "run", resumed_step=resumed_step)
         for step in steps:
             monitors.log(step, {"loss": step / 2 + 10 * (resumed_step is not None), "note": "text"})
-        assert monitors.names == ["file", "tensorboard"]
+        assert list(monitors._monitors) == ["file", "tensorboard"]
         monitors.log_table(6, "eval/samples", SAMPLES)
         monitors.log_histograms(6, DISTRIBUTIONS)
         monitors.close()

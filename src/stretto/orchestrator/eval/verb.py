@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -32,7 +31,6 @@ from stretto.transports.engine.client import EngineClient
 
 Config = TypeVar("Config", bound=EvalConfig)
 
-logger = logging.getLogger(__name__)
 
 MONITOR_CLOSE_S = 10.0
 
