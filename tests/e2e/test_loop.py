@@ -210,7 +210,7 @@ def test_files_carry_the_same_bits_as_sockets_and_shared_memory(
     files = {"max_steps": 3, "rollout_transport": {"type": "filesystem"}, "weight_broadcast": {"type": "filesystem"}}
     ended = rl(tmp_path, merged(sync, files))
     assert ended.weights(3) == straight.weights(3) != straight.weights(2)
-    assert (ended.run.rollouts / "step_3").is_dir() and ended.run.broadcast(3).is_dir()
+    assert (ended.run.rollouts / "step_3").is_dir() and (ended.run.broadcasts / "version_3").is_dir()
     assert not straight.run.rollouts.exists() and not straight.run.broadcasts.exists()
 
 

@@ -34,6 +34,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from stretto.base.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 SCOPE = f"stretto-port-{os.getuid()}"
 """Prefix of the sockets' names: reservations are shared by the launchers of one user."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from stretto.base.ports import is_loopback
+from stretto.base.ports import LOOPBACK, is_loopback
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.batches import urls
 from stretto.config.rules.rule import (
@@ -23,7 +23,6 @@ from stretto.config.rules.rule import (
 )
 from stretto.config.sections.inference import InferenceSection
 
-LOOPBACK = "127.0.0.1"
 HOST = re.compile(r"[\w.-]+|(?=.*:.*:)[\da-fA-F:.]+(%[\w.-]+)?")
 """A name or an address of a machine, those of IPv6 without brackets."""
 GPU_KEYS = {  # per part of a run: the ids of its GPUs, and their number

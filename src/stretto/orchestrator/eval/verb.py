@@ -19,7 +19,7 @@ from stretto.config.root import EvalConfig, InferenceConfig
 from stretto.config.sections.inference import KEY_VAR
 from stretto.data.hub_model import fetch
 from stretto.envs.base import tasks_of
-from stretto.monitors.base import build_monitors
+from stretto.monitors.base import MONITOR_CLOSE_S, build_monitors
 from stretto.orchestrator.beside import open_beside
 from stretto.orchestrator.build import build_eval_renderer, open_env, run_info
 from stretto.orchestrator.clients import build_chat, build_engines
@@ -30,9 +30,6 @@ from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
 
 Config = TypeVar("Config", bound=EvalConfig)
-
-
-MONITOR_CLOSE_S = 10.0
 
 
 def main(cfg: EvalConfig) -> int:
