@@ -110,9 +110,9 @@ def test_a_tracker_that_cannot_start_ends_the_start_of_a_new_run_only(home: Path
         "[monitors.trackio] cannot start: RuntimeError: no space in its database; mend this or remove the section."
     )
     resumed = build_monitors(section, RunDir(home / "old"), "orchestrator", "run", resumed_step=3)
-    while "trackio" in resumed.names:
+    while "trackio" in resumed._monitors:
         resumed.log(4, {"loss": 1.0})
-    assert resumed.names == ["file"] and "no space in its database" in caplog.text
+    assert list(resumed._monitors) == ["file"] and "no space in its database" in caplog.text
     resumed.close()
 
 
