@@ -26,10 +26,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from stretto.base.files import SHARED_MEMORY
 from stretto.config.sections.model import LoRASection, ScratchSection
 from stretto.models.hub import random_model, save_hf
 from stretto.models.lora import Adapter, attach_adapters
-from stretto_vllm.base import SHARED_MEMORY, BaseWeights
+from stretto_vllm.base import BaseWeights
 
 LORA = LoRASection(rank=16, alpha=32.0)
 

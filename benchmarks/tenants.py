@@ -33,16 +33,7 @@ from stretto.models.hub import random_model
 from stretto.records.sample import MicroBatch
 from stretto_service.tenants.tenants import Tenants
 from stretto_service.training.scheduler import Request, Share, TrainQueue
-from stretto_service.wires.operations import (
-    CreateTenant,
-    OptimStep,
-    Pass,
-    Status,
-    SumLoss,
-    SwapOut,
-    TenantSpec,
-    TenantWork,
-)
+from stretto_service.wires.operations import CreateTenant, OptimStep, Pass, SumLoss, TenantSpec, TenantWork
 
 VOCAB = 112
 SHAPE = ScratchSection(hidden_size=256, intermediate_size=768, num_layers=4, max_position_embeddings=512)
@@ -124,25 +115,28 @@ def measure_memory() -> dict[str, float]:
         tenants = build(4, Path(folder))
         for _ in range(2):
             step(tenants, [row(i, *ROWS["short"]) for i in range(4)], None)
-        memory = tenants.execute(Status()).status.tenants["0"]
+        one = tenants["0"]
+        weights = [each for _, _, p in one._parameters() for each in (p, p.grad) if each is not None]
+        state = [value for values in one.optimizer.state.values() for value in values.values()]
+        adapter_bytes, optimizer_bytes = (sum(each.nbytes for each in tensors) for tensors in (weights, state))
         times = []
         for _ in range(10):
             start = time.perf_counter()
-            tenants.execute(SwapOut(tenant="0", place="disk"))
+            one.move("disk", Path(folder))
             middle = time.perf_counter()
             tenants._bring_back(["0"])
             times.append((middle - start, time.perf_counter() - middle))
         out, back = (statistics.median(each) for each in zip(*times))
     found = {
-        "parameters": memory.parameters,
-        "adapter_bytes": memory.adapter_bytes,
-        "optimizer_bytes": memory.optimizer_bytes,
+        "parameters": one.num_parameters,
+        "adapter_bytes": adapter_bytes,
+        "optimizer_bytes": optimizer_bytes,
         "swap_out_s": out,
         "swap_in_s": back,
     }
-    total = (memory.adapter_bytes + memory.optimizer_bytes) / 1e6
+    total = (adapter_bytes + optimizer_bytes) / 1e6
     print(
-        f"a tenant of {memory.parameters} parameters: {total:.2f} MB, {1e3 * out:.1f} ms out, {1e3 * back:.1f} ms back"
+        f"a tenant of {one.num_parameters} parameters: {total:.2f} MB, {1e3 * out:.1f} ms out, {1e3 * back:.1f} ms back"
     )
     return found
 

@@ -45,13 +45,6 @@ from stretto.orchestrator.state.run_checkpoint import Progress
 WIDTH = 118
 PROMPT_LINES = 14
 MOST_NAMES = 4
-COMPARED_ROWS = 4
-"""Rows of `sft` in which the same long texts are looked for."""
-LOOKED_AT_ROWS = 100
-"""Rows of `sft` in which a reply is looked for."""
-COUNTED_ROWS = 5000
-"""Most rows of `sft` that are rendered to know how many steps its epochs are."""
-LONG_ROW = 200  # tokens of a row in which they are worth it
 
 Rows = list[tuple[str, str]]
 
@@ -167,9 +160,8 @@ def trainer(cfg: TrainerConfig) -> str:
     rows = [*model_rows(cfg.model), *_devices(cfg.model), *_rows_of_weights(weights), *code_rows(checked)]
     rows += _backend(cfg, needs_gpu=True)
     rows += monitor_rows(cfg.monitors, is_fed_here=False)  # the orchestrator feeds trackers
-    return screen(
-        rows, f"trainer  {threads_text(cfg.num_threads)}; batches from port {_batch_port(cfg)}", run_directory(cfg)
-    )
+    port = getattr(cfg.rollout_transport, "port", "none: files")
+    return screen(rows, f"trainer  {threads_text(cfg.num_threads)}; batches from port {port}", run_directory(cfg))
 
 
 def evaluate(cfg: EvalConfig) -> str:
@@ -346,10 +338,6 @@ def _urls(urls: str | list[str] | None) -> list[str]:
 
 def threads_text(count: int | None) -> str:
     return "threads by the size of the model" if count is None else f"{count} thread{'s' * (count != 1)}"
-
-
-def _batch_port(cfg: TrainerConfig) -> str:
-    return str(getattr(cfg.rollout_transport, "port", "none: files"))
 
 
 # -- what the model gets --

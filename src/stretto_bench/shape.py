@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import ConfigError
-from stretto.config.reading.plain import PlainParser, meant_flag
+from stretto.config.reading.plain import PlainParser, count, meant_flag
 
 VERBS = ("rl", "sft", "inference")
 _FLAGS = [f"--bench.{name}" for name in ("steps", "prompt-tokens", "completion-tokens", "requests", "json", "out")]
@@ -37,10 +36,10 @@ class Shape:
             raise ConfigError(f"--bench: `{verb}` cannot be benched; {', '.join(VERBS)} can")
         parser = PlainParser(verb, prog=f"{verb} --bench", add_help=False)
         parser.add_argument("--bench", action="store_true")
-        parser.add_argument("--bench.steps", dest="steps", type=_count, default=NUM_STEPS)
-        parser.add_argument("--bench.prompt-tokens", dest="prompt_tokens", type=_count)
-        parser.add_argument("--bench.completion-tokens", dest="completion_tokens", type=_count)
-        parser.add_argument("--bench.requests", dest="requests", type=_count, default=NUM_REQUESTS)
+        parser.add_argument("--bench.steps", dest="steps", type=count, default=NUM_STEPS)
+        parser.add_argument("--bench.prompt-tokens", dest="prompt_tokens", type=count)
+        parser.add_argument("--bench.completion-tokens", dest="completion_tokens", type=count)
+        parser.add_argument("--bench.requests", dest="requests", type=count, default=NUM_REQUESTS)
         parser.add_argument("--bench.json", dest="json", action="store_true")
         parser.add_argument("--bench.out", dest="out", type=Path)
         given, rest = parser.parse_known_args(list(words))
@@ -51,9 +50,3 @@ class Shape:
             raise ConfigError("--bench.steps: give 2 or more, the first is dropped")
         values = {key: value for key, value in vars(given).items() if key != "bench"}
         return cls(verb, **values), rest
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
-    return int(text)

@@ -571,12 +571,6 @@ def _connected(location: Location) -> Iterator[Connection]:
         raise
 
 
-def close_all() -> None:
-    """Close all connections of this process: at its end, and in tests."""
-    with _connections_lock, contextlib.suppress(RuntimeError):
-        _connections.clear()
-
-
 def build_publisher(cfg: CollectiveWeights, ranks: Ranks) -> CollectivePublisher:
     """The publisher of a section."""
     return CollectivePublisher(

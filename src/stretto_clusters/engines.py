@@ -26,7 +26,7 @@ from stretto.base import process
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import read_json
 from stretto.base.paths import RunDir
-from stretto.base.ports import address_towards, in_url, is_same_server, open_url, unused_port
+from stretto.base.ports import LOOPBACK, address_towards, in_url, is_same_server, open_url, unused_port
 from stretto.config.load import write_json
 from stretto.config.reading.plain import PlainParser
 from stretto.config.sections.engines import LEAVES_FIRST_VAR
@@ -45,7 +45,6 @@ RUN_S = 5.0
 """Interval at which an engine looks whether its run is done, with which it ends."""
 KILL_S = 15.0
 """Time in which an engine that was asked to end ends by itself."""
-LOOPBACK = "127.0.0.1"
 WISHES = {"add": "on", "drain": "drained", "remove": "removed"}
 
 

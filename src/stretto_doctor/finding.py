@@ -73,9 +73,9 @@ def finding_of(data: Any, host: str) -> Finding:
 Check = Callable[[], Iterator[Finding]]
 
 
-def run_checks(checks: Sequence[tuple[str, Check]], num_threads: int = 8) -> list[Finding]:
+def run_checks(checks: Sequence[tuple[str, Check]]) -> list[Finding]:
     """The findings of all checks, which run at the same time, in the order of the checks."""
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(8) as pool:
         results = pool.map(lambda each: guarded(*each), checks)
     return [finding for findings in results for finding in findings]
 

@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from stretto.base.files import SHARED_MEMORY
 from stretto.base.process import num_cores, output_of, visible_gpus
 from stretto.base.runtime import machine_bytes
 from stretto_doctor.finding import Finding, bad, good, note, warn
 
 PYTHONS = ((3, 11), (3, 13))
 FILES_OF_A_BATCH = 4096
-SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES, MIN_DISK_BYTES = 1 << 30, 10 << 30
 SLOW_DISK_BYTES_PER_S = 100e6
 PROBE_BYTES, PROBE_S = 64 << 20, 1.0

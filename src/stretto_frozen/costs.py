@@ -15,7 +15,6 @@ from stretto.base.errors import ConfigError
 from stretto.config.sections.distill import ModelLimits
 from stretto.envs.models import ModelReply
 
-EVENT = "models"
 MILLION = 1e6
 COUNTS = ("requests", "cached", "failed", "prompt tokens", "completion tokens")
 """What is counted."""

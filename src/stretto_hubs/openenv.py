@@ -95,7 +95,7 @@ class OpenEnv:
     async def rollout(self, task: Task, ctx: RolloutContext) -> RolloutResult:
         async with self._session() as session:
             offer = await self._offer(session)
-            episode = _Episode(self._what, session, offer, await session.ask("reset", task.data["reset"]))
+            episode = _Episode(session, offer, await session.ask("reset", task.data["reset"]))
             is_truncated = await episode.play(ctx, self._prompt)
         reward = sum(episode.rewards) if self._reward == "sum" else episode.rewards[-1]
         metrics = {"turns": float(episode.num_turns), "invalid_actions": float(episode.num_invalid)}
@@ -290,7 +290,6 @@ class _Session:
 class _Episode:
     """One episode: its messages, and what its steps gave."""
 
-    what: str
     session: _Session
     offer: _Offer
     last: _Step

@@ -32,12 +32,12 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 Named = tuple[str, Shape, LazyTensor]
 
 
-def read_megatron(directory: Path, cfg: ModelConfig, *, step: int | None = None) -> Iterator[tuple[str, LazyTensor]]:
+def read_megatron(directory: Path, cfg: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
     """Every tensor of an iteration by Megatron's name, lazily, checked against what the model must have.
 
     Raises: DataError naming what is missing, unknown or of a wrong shape.
     """
-    place = find_iteration(directory, step)
+    place = find_iteration(directory)
     files = TorchDist(place) if (place / METADATA).exists() else TorchFiles(place)
     return named_tensors(files, place, cfg, megatron_map(cfg, str(directory)).their_shapes)
 
@@ -83,11 +83,9 @@ class _Cut:
         return self.source[region]
 
 
-def as_hugging_face(
-    directory: Path, cfg: ModelConfig, hf_map: TensorMap, *, step: int | None = None
-) -> Iterator[Named]:
+def as_hugging_face(directory: Path, cfg: ModelConfig, hf_map: TensorMap) -> Iterator[Named]:
     """Every tensor of a Megatron checkpoint by Hugging Face's name, in the order of `hf_map`."""
-    sources = dict(read_megatron(directory, cfg, step=step))
+    sources = dict(read_megatron(directory, cfg))
     return translated(sources, megatron_map(cfg, str(directory)), hf_map)
 
 

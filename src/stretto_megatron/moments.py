@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jaxtyping import Shaped
     from torch import Tensor
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _BIAS = ".gate.expert_bias"
 """A parameter of ours that no optimizer updates."""
 Kind = Literal["by_name", "other", "none"]
@@ -43,7 +43,7 @@ def find_optimizer(place: Path) -> Kind:
     """
     if not (place / METADATA).exists():
         return "other"  # one file of the format `torch` per rank, with the buffers of its mesh
-    if all(any(TorchDist(place, state=state).names()) for state in ("param", *_MOMENTS)):
+    if all(any(TorchDist(place, state=state).names()) for state in ("param", *MOMENTS)):
         return "by_name"
     return "other" if TorchDist(place).has_optimizer else "none"
 
@@ -122,7 +122,7 @@ def _tensors(place: Path, cfg: ModelConfig, updates: int) -> Iterator[Named]:
     expected = {
         name: shape for name, shape in table.their_shapes.items() if table.slices_of(name)[0].ours not in biases
     }
-    for prefix, state in (("model", "param"), *((f"optim.{key}", key) for key in _MOMENTS)):
+    for prefix, state in (("model", "param"), *((f"optim.{key}", key) for key in MOMENTS)):
         sources = dict(named_tensors(TorchDist(place, state=state), place, cfg, expected))
         for name, shape, tensor in translated(sources, table, _as_they_are(shapes)):
             yield f"{prefix}.{name}", shape, _Float32(tensor)

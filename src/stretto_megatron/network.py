@@ -37,11 +37,11 @@ from stretto.trainer.network import Network, PassCounts, ScoreFunction, Scores, 
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import TensorInfo, add_prefix, check_same_model, select_prefix
 from stretto_megatron.model import build_chunks, build_config, seed_megatron, value_head
+from stretto_megatron.moments import MOMENTS
 from stretto_megatron.rows import Row, build_row
 from stretto_megatron.scores import Head, compute_scores
 from stretto_megatron.weights import MegatronWeights
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _PLAIN = Wanted()
 
 
@@ -287,7 +287,7 @@ class MegatronNetwork(Network):
         weights = self.weights
         parts = add_prefix("model", weights.slices())
         if weights.num_updates:
-            for key in _MOMENTS:
+            for key in MOMENTS:
                 parts |= add_prefix(f"optim.{key}", weights.gathered(key))
             step = torch.tensor(float(weights.num_updates))
             parts |= {f"optim.step.{name}": TensorSlice.whole(step.clone()) for name in weights.names}
@@ -298,7 +298,7 @@ class MegatronNetwork(Network):
         check_same_model(weights.shapes(), select_prefix("model", saved))
         parts = add_prefix("model", weights.targets("param"))
         if optimizer := select_prefix("optim", saved):
-            for key in _MOMENTS:
+            for key in MOMENTS:
                 check_same_model(weights.shapes(), select_prefix(key, optimizer))
                 parts |= add_prefix(f"optim.{key}", weights.targets(key))
             parts[f"optim.step.{weights.names[0]}"] = weights.step_target()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from stretto.models.lm_head import MASKED_LOGIT, head_logits, token_logprobs
+from stretto.models.lm_head import MASKED_LOGIT, head_logits, row_chunks, token_logprobs
 from stretto.records.support import Support
 from stretto.trainer.batch.pass_inputs import PassInputs
 from stretto.trainer.network import Scores, Wanted
@@ -130,7 +130,7 @@ class _DividedLogprobs(torch.autograd.Function):
         columns = targets.view(len(targets), -1)
         logprobs = torch.empty(columns.shape, dtype=torch.float32, device=hidden.device)
         entropy, norms = (logprobs.new_empty(len(targets)) for _ in range(2))
-        for rows in _chunks(len(targets), head.chunk):
+        for rows in row_chunks(len(targets), head.chunk):
             logits = _own_logits(hidden[rows], weight, columns[rows], temperatures[rows], head, support, rows)
             largest = logits.amax(1)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -155,7 +155,7 @@ class _DividedLogprobs(torch.autograd.Function):
         columns, grads = targets.view(len(targets), -1), grad.reshape(len(targets), -1)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for rows in _chunks(len(targets), ctx.head.chunk):
+        for rows in row_chunks(len(targets), ctx.head.chunk):
             logits = _own_logits(hidden[rows], weight, columns[rows], temperatures[rows], ctx.head, ctx.support, rows)
             logprobs = logits.sub_(norms[rows, None])
             probs = logprobs.exp()
@@ -203,7 +203,3 @@ def _local(targets: Int[Tensor, "tokens targets"], head: Head) -> tuple[Tensor, 
     local = targets - head.start
     is_here = (local >= 0) & (local < len(head.weight))
     return local.masked_fill(~is_here, 0), is_here
-
-
-def _chunks(tokens: int, chunk: int) -> list[slice]:
-    return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.base.errors import ConfigError
 from stretto.check.add_ons import check_add_ons
 from stretto.config.load import load
-from stretto.config.reading.plain import PlainParser
+from stretto.config.reading.plain import PlainParser, count
 from stretto.config.root import RLConfig, SFTConfig
 from stretto_plan import report
 from stretto_plan.memory import all_memory
@@ -236,8 +236,8 @@ def _parser() -> PlainParser:
     parser.add_argument(
         "--example-tokens", metavar="X", help="of `sft`: tokens of an example (those of the first rows)"
     )
-    parser.add_argument("--steps", type=_positive, metavar="N", help="GPU hours are for so many steps (max_steps)")
-    parser.add_argument("--simulated-steps", type=_positive, metavar="N", help="steps that are simulated (40)")
+    parser.add_argument("--steps", type=count, metavar="N", help="GPU hours are for so many steps (max_steps)")
+    parser.add_argument("--simulated-steps", type=count, metavar="N", help="steps that are simulated (40)")
     parser.add_argument(
         "--measured", type=Path, metavar="FILE", help="seconds of pieces of work, as benchmarks/plan.py measures them"
     )
@@ -275,13 +275,6 @@ def _signals_unwind() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _positive(text: str) -> int:
-    """A number of steps."""
-    if (number := int(text) if text.isdecimal() else 0) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give at least 1, a whole number")
-    return number
 
 
 def _config_words(words: Sequence[str]) -> list[str]:

@@ -30,12 +30,12 @@ class Line:
         return None if not self.measured else self.predicted / self.measured - 1
 
 
-def compare(times: Times, run: Path, *, first: int = FIRST) -> list[Line]:
+def compare(times: Times, run: Path) -> list[Line]:
     """Predicted figures beside a run's.
 
     Raises: ConfigError for a directory that is no run, or a run without enough steps; DataError for a damaged ledger.
     """
-    rows = _compared_rows(run, "orchestrator", first)
+    rows = _compared_rows(run, "orchestrator")
     steps = [int(row["step"]) for row in rows]
     found = read_ledger(RunDir(run), steps[0], steps[-1])
     mean = lambda key: statistics.mean(row[key] for row in rows if key in row)
@@ -51,12 +51,12 @@ def compare(times: Times, run: Path, *, first: int = FIRST) -> list[Line]:
     ]
 
 
-def compare_sft(times: SftTimes, run: Path, *, first: int = FIRST) -> list[Line]:
+def compare_sft(times: SftTimes, run: Path) -> list[Line]:
     """Predicted figures of `sft` beside a run's.
 
     Raises: ConfigError for a directory that is no run, or a run without enough steps.
     """
-    rows = _compared_rows(run, "sft", first)
+    rows = _compared_rows(run, "sft")
     mean = lambda key: statistics.mean(row[key] for row in rows if key in row)
     return [
         Line("step, s", times.step_s, mean("time/step")),
@@ -68,11 +68,11 @@ def compare_sft(times: SftTimes, run: Path, *, first: int = FIRST) -> list[Line]
     ]
 
 
-def _compared_rows(run: Path, process: str, first: int) -> list[dict[str, Any]]:
+def _compared_rows(run: Path, process: str) -> list[dict[str, Any]]:
     """Raises: ConfigError if the run has no step after the first ones."""
-    if rows := measured_rows(run, process)[first:]:
+    if rows := measured_rows(run, process)[FIRST:]:
         return rows
-    raise ConfigError(f"--compare {run}: fewer than {first + 1} trained steps; there is nothing to compare with yet")
+    raise ConfigError(f"--compare {run}: fewer than {FIRST + 1} trained steps; there is nothing to compare with yet")
 
 
 def measured_rows(run: Path, process: str = "orchestrator") -> list[dict[str, Any]]:

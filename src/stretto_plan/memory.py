@@ -113,7 +113,7 @@ def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2, is_criti
     reached = {"activations": kept, "gathered weights": gathered}
     forward = steady | carried | reached
     phases = [
-        Phase("forward pass", forward | {"logits": 0.0, "one block": _forward_values(blocks) * tokens * value}),
+        Phase("forward pass", forward | {"one block": max(block.forward for block in blocks) * tokens * value}),
         Phase("output head", forward | {"logits": head}),
         _backward(setup, steady, held, blocks, tokens, value, gathered, is_first=num_rows == 1),
         Phase("update", steady | {"gradients": held.grads, "optimizer's work": _update_bytes(setup, held)}),
@@ -128,7 +128,8 @@ def trainer_memory(setup: Setup, row_tokens: int, *, num_rows: int = 2, is_criti
     if is_offloaded:
         notes.append(f"optimizer state in CPU memory: {held.optimizer / GIB:.1f} GiB per rank")
     if setup.model.ac_offloading is not None:
-        notes.append(f"activations in CPU memory: {_inputs_bytes(blocks, tokens, value) / GIB:.1f} GiB per rank")
+        inputs = sum(block.width for block in blocks) * tokens * value
+        notes.append(f"activations in CPU memory: {inputs / GIB:.1f} GiB per rank")
     if setup.model.fsdp_cpu_offload:
         notes.append("fsdp_cpu_offload: weights, gradients and optimizer are counted here, and lie in CPU memory")
     phases = [Phase(p.name, {k: v for k, v in p.parts.items() if v}) for p in phases]
@@ -252,14 +253,6 @@ def _recomputed_before(ac: ActivationCheckpointSection | None, blocks: Sequence[
         for index in group[1:]:
             before[index] = before[index - 1] + blocks[index - 1].all
     return before
-
-
-def _inputs_bytes(blocks: Sequence[BlockActivations], tokens: float, value: float) -> float:
-    return sum(block.width for block in blocks) * tokens * value
-
-
-def _forward_values(blocks: Sequence[BlockActivations]) -> float:
-    return max(block.forward for block in blocks)
 
 
 def _head_bytes(setup: Setup, tokens: float) -> float:

@@ -37,13 +37,13 @@ def seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{1e3 * value:.2g} ms" if value < 0.1 else f"{1e3 * value:.0f} ms"
 
 
-def columns(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> str:
+def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows as columns: the first is aligned to the left, the others to the right."""
     widths = [max(len(row[i]) if i < len(row) else 0 for row in rows) for i in range(max(map(len, rows)))]
     lines = []
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
-        lines.append(indent + "  ".join(cells).rstrip())
+        lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
 
 

@@ -19,12 +19,12 @@ from stretto.config.sections.model import ModelSection, dtype_on
 from stretto.config.sections.trainer import Optim
 from stretto.families.shape import ModelConfig
 from stretto.launch.plan.engines import plan_replicas
+from stretto.launch.plan.specs import Role
 from stretto_bench.hardware import Hardware, find_hardware
 from stretto_plan.network import NetworkSize
 from stretto_plan.shapes import find_shape, named_shape
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float8": 1.0}
-Role = Literal["engine", "prefill", "decode"]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from stretto import addons
 from stretto.base.errors import ConfigError, StrettoError
 from stretto.base.paths import RunDir
 from stretto.chat.render import Renderer
-from stretto.config.root import OrchestratorConfig, RLConfig, SFTConfig
+from stretto.config.root import RLConfig, SFTConfig
 from stretto.config.sections.orchestrator import EnvSection
 from stretto.config.sections.sft import PREFERENCE, EnvData, PreferenceData, RewardSection, SourceData
 from stretto.data.hub_model import find_local, is_hub_name
@@ -229,7 +229,7 @@ def prompt_lengths(cfg: RLConfig) -> Numbers | str:
         for section in own.env:
             if section.num_workers or needs_worker(section.id):
                 return f"environment {section.name or section.id} runs in processes of its own"
-            lengths = asyncio.run(_prompts_of(own, section, renderer, info))
+            lengths = asyncio.run(_prompts_of(section, renderer, info))
             if isinstance(lengths, str):
                 return lengths
             found += lengths
@@ -238,9 +238,7 @@ def prompt_lengths(cfg: RLConfig) -> Numbers | str:
     return Numbers(values=tuple(found))
 
 
-async def _prompts_of(
-    cfg: OrchestratorConfig, section: EnvSection, renderer: Renderer, info: RunInfo
-) -> list[float] | str:
+async def _prompts_of(section: EnvSection, renderer: Renderer, info: RunInfo) -> list[float] | str:
     from stretto.orchestrator.build import open_env
     from stretto.orchestrator.dry_run import first_prompt
 

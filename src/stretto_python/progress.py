@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from stretto.base.errors import DataError
 from stretto.base.files import read_json
 from stretto.base.paths import RunDir
 from stretto.base.status import duration
-from stretto.monitors.file import MetricsTail, moving_mean
+from stretto.monitors.file import MetricsTail, is_number, moving_mean
 
 _KEYS = {"orchestrator": ("reward/mean", "mean reward"), "sft": ("nll/mean", "nats per token")}
 """By role whose metrics say how far a run is: what is drawn, and its name."""
@@ -82,14 +81,14 @@ class Progress:
     def curve(self) -> list[tuple[int, float]]:
         """The reward, or the loss of `sft`, by step."""
         key = _KEYS[self.role][0]
-        return [(row["step"], row[key]) for row in self.rows if row["step"] and _is_number(row.get(key))]
+        return [(row["step"], row[key]) for row in self.rows if row["step"] and is_number(row.get(key))]
 
     def held_out(self, mode: str) -> list[tuple[int, float]]:
         """The mean over environments of every eval."""
         found = []
         for row in self.rows:
             names = [name for name in row if name.startswith("eval/") and name.endswith(f"/{mode}/mean")]
-            if values := [row[name] for name in names if _is_number(row[name])]:
+            if values := [row[name] for name in names if is_number(row[name])]:
                 found.append((int(row["step"]), sum(values) / len(values)))
         return found
 
@@ -194,7 +193,3 @@ def is_notebook() -> bool:
 def _line(points: Sequence[tuple[float, float]], color: str, width: int) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

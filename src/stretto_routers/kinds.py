@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.base.errors import ConfigError
-from stretto.base.ports import open_url
+from stretto.base.ports import LOOPBACK, open_url
 from stretto.config.sections.engines import ADMITTED, Disaggregated, RouterSection, RouterType
 from stretto.config.sections.inference import InferenceSection
-from stretto.launch.plan.routers import LOOPBACK, Router, listen_address
+from stretto.launch.plan.routers import Router, listen_address
 from stretto.launch.plan.specs import EngineSpec, HelperSpec
 from stretto_routers import flags
 

@@ -65,10 +65,6 @@ class Access:
             raise Refusal(f"{what}; send one of RUN/tokens.json as X-API-Key", 401)
         return found
 
-    def section(self, name: str) -> UserSection:
-        """The settings of a user; the defaults for one who was removed from the config."""
-        return next((user.section for user in self._users.values() if user.name == name), UserSection())
-
 
 def check_bytes(num_waiting: int, num_more: int, limit: int) -> None:
     """Raises: Refusal 429 if a body of num_more bytes does not fit beside others; a single one always does."""

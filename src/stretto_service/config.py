@@ -122,8 +122,6 @@ class ServeConfig(RunRoot):
     tokenizer: TokenizerSection = TokenizerSection()
     seq_len: int = Field(2048, gt=1)
     """Longest sequence that a run may train on, tokens."""
-    seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of sampling."""
     trainer: ServeTrainerSection = ServeTrainerSection()
     inference: InferenceSection = InferenceSection(router=None)
     service: ServiceSection = ServiceSection()

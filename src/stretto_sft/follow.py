@@ -18,12 +18,12 @@ from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.base.files import read_rows
 from stretto.base.foreign import warn_when_blocked
 from stretto.config.root import EvalsConfig
-from stretto.monitors.base import build_monitors
+from stretto.monitors.base import MONITOR_CLOSE_S, build_monitors
 from stretto.orchestrator.build import build_eval_renderer, open_env, run_info
 from stretto.orchestrator.clients import build_engines
 from stretto.orchestrator.eval.evaluator import standalone_evaluator
 from stretto.orchestrator.eval.results import format_table, write_results
-from stretto.orchestrator.eval.verb import MONITOR_CLOSE_S, serve_model, with_server_address
+from stretto.orchestrator.eval.verb import serve_model, with_server_address
 from stretto.orchestrator.eval_scores import eval_row
 from stretto.records.weight_manifest import WeightManifest, load_manifest
 

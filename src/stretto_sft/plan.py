@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from stretto.base import process
 from stretto.base.errors import ConfigError
+from stretto.base.ports import LOOPBACK
 from stretto.check.nodes import check_hosts
 from stretto.config.root import SFTConfig
 from stretto.config.sections.deployment import NodesDeployment
 from stretto.launch.plan.processes import ProcessSpec, nodes_env, rank_env
 from stretto.launch.plan.table import process_table
 
-LOOPBACK = "127.0.0.1"
 HOSTS_KEY = "deployment.hosts"
 
 

@@ -18,7 +18,7 @@ from contextlib import closing
 
 from stretto.base import log, process, rundir
 from stretto.base.errors import ConfigError
-from stretto.base.ports import PortClaims
+from stretto.base.ports import LOOPBACK, PortClaims
 from stretto.base.status import SUPERVISED_VAR
 from stretto.check import nodes as node_checks
 from stretto.check.checkpoint import check_resumed
@@ -33,7 +33,7 @@ from stretto.launch.plan.processes import RENDEZVOUS_PORT, ProcessSpec
 from stretto.launch.run.report import how_to_continue
 from stretto.launch.run.supervisor import Supervisor, Timeouts, serve
 from stretto_sft.check import check_devices
-from stretto_sft.plan import HOSTS_KEY, LOOPBACK, find_gpus, plan_ranks, rank_process
+from stretto_sft.plan import HOSTS_KEY, find_gpus, plan_ranks, rank_process
 
 END_S = 60.0  # between the end of rank 0 and that of the others
 GRACE_S = 5.0  # between SIGTERM and SIGKILL

@@ -254,9 +254,9 @@ def _wait_healthy(child: process.Child, port: int, model: str) -> None:
     raise EngineError(f"stretto chat: {model} was not ready within {START_TIMEOUT_S:g} s")
 
 
-def _talk(server: Server, options: Namespace, source: TextIO | None = None, out: TextIO | None = None) -> int:
-    """Read messages and write replies until the end of `source`."""
-    source, out = source or sys.stdin, out or sys.stdout
+def _talk(server: Server, options: Namespace) -> int:
+    """Read messages and write replies until the end of the input."""
+    source, out = sys.stdin, sys.stdout
     is_terminal = source.isatty()
     system: str | None = options.system
     messages: list[Message] = []

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from stretto.base.errors import ConfigError
-from stretto.base.files import write_atomic
 from stretto.config.sections.monitors import SwanlabSection
 from stretto.monitors.monitor import Source, TableRow, Tracker, Values, images_of, without_images
+from stretto_trackers import run_id
 
 MODES = ("online", "offline", "local", "disabled")
 WITHOUT_NETWORK = ("offline", "local", "disabled")
@@ -37,7 +36,7 @@ class SwanlabMonitor(Tracker):
             config=source.config(),
             log_dir=str(folder),
             mode=mode,  # type: ignore[arg-type]  # find_mode has checked it
-            id=_run_id(folder / f"{source.role}.id"),
+            id=run_id(folder / f"{source.role}.id"),
             resume="never" if mode in WITHOUT_NETWORK else "allow",
         )
 
@@ -102,10 +101,3 @@ def find_mode(section: SwanlabSection) -> str:
             f"[monitors.swanlab] SWANLAB_MODE={mode} is no mode of SwanLab; use one of {', '.join(MODES)}"
         )
     return mode
-
-
-def _run_id(path: Path) -> str:
-    """The id of this run there, kept in a file of the run directory across resumes."""
-    if not path.exists() or not path.read_text().strip():  # empty after a power cut
-        write_atomic(path, secrets.token_hex(10).encode(), is_durable=True)
-    return path.read_text().strip()

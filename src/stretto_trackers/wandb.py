@@ -6,16 +6,15 @@ import configparser
 import io
 import netrc
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from stretto.base.errors import ConfigError
-from stretto.base.files import write_atomic
 from stretto.config.sections.monitors import WandbSection
 from stretto.monitors.monitor import Source, TableRow, Tracker, Values
+from stretto_trackers import run_id
 
 MODES = ("online", "shared", "offline", "disabled", "dryrun", "run")
 WITHOUT_NETWORK = ("offline", "disabled", "dryrun")
@@ -39,7 +38,7 @@ class WandbMonitor(Tracker):
             config=source.config(),
             dir=str(source.run_dir.path),
             mode=mode,  # type: ignore[arg-type]  # wandb also takes "dryrun" and "run", which its types leave out
-            id=_run_id(directory / f"{source.role}.id"),
+            id=run_id(directory / f"{source.role}.id"),
             resume=None if mode in WITHOUT_NETWORK else "allow",
             settings=wandb.Settings(silent=True, init_timeout=120, console="off", disable_git=True),
         )
@@ -127,10 +126,3 @@ def _own_settings() -> dict[str, str]:
     except (OSError, configparser.Error, UnicodeDecodeError):
         return {}
     return dict(parser["default"]) if parser.has_section("default") else {}
-
-
-def _run_id(path: Path) -> str:
-    """The W&B id of this run, kept in a file of the run directory across resumes."""
-    if not path.exists() or not path.read_text().strip():  # empty after a power cut
-        write_atomic(path, secrets.token_hex(6).encode(), is_durable=True)
-    return path.read_text().strip()

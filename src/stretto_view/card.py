@@ -60,7 +60,7 @@ def _summary(run: Run) -> str:
     base = base_model(run)
     origin = "A model made from scratch" if base is None else f"`{base}`"
     way = "reinforcement learning" if _is_rl(run) else "supervised fine-tuning"
-    names = ", ".join(f"`{name}`" for name in _env_names(run))
+    names = ", ".join(f"`{env.get('name') or env['id']}`" for env in _envs(run))
     place = f" on {names}" if names else ""
     return f"{origin}, trained by {way}{place} with stretto {__version__}: run `{run.name}`, {_steps(run)} steps."
 
@@ -176,10 +176,6 @@ def _algorithm(run: Run) -> str | None:
 
 def _envs(run: Run) -> list[dict[str, Any]]:
     return _at(run.config, "orchestrator.env") or []
-
-
-def _env_names(run: Run) -> list[str]:
-    return [env.get("name") or env["id"] for env in _envs(run)]
 
 
 def _sources(run: Run) -> Iterable[str]:

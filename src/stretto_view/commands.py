@@ -4,7 +4,6 @@ terminal, metrics as a picture. `--json` prints the first three for programs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 from stretto import state
 from stretto.base.errors import ConfigError
 from stretto.base.status import duration, harmless
-from stretto.config.reading.plain import PlainParser
+from stretto.config.reading.plain import PlainParser, count
 from stretto.ledger.audit import report_of
 from stretto.ledger.reader import LedgerReader
 from stretto.records.outcomes import OUTCOMES
@@ -24,12 +23,6 @@ from stretto_python.run import Run, compare
 from stretto_python.run import plot as draw
 from stretto_view.page import logs
 from stretto_view.roles import stretches, without_end
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rollouts; give 1 or more")
-    return int(text)
 
 
 def runs(words: Sequence[str]) -> int:
@@ -144,15 +137,15 @@ def rollouts(words: Sequence[str]) -> int:
     parser.add_argument("run", help="run directory, such as outputs/demo")
     parser.add_argument("--step", type=int, help="rollouts that this step trained on; default: the last one")
     parser.add_argument(
-        "--best", type=_count, metavar="N", help="the N with the largest reward (of all steps, without --step)"
+        "--best", type=count, metavar="N", help="the N with the largest reward (of all steps, without --step)"
     )
-    parser.add_argument("--worst", type=_count, metavar="N", help="the N with the smallest reward")
+    parser.add_argument("--worst", type=count, metavar="N", help="the N with the smallest reward")
     parser.add_argument(
         "--min-reward", type=float, metavar="R", help="with at least this reward (of all steps, without --step)"
     )
     parser.add_argument("--failed", action="store_true", help="those whose environment or engine failed")
     parser.add_argument("--env", help="of this environment only")
-    parser.add_argument("--limit", type=_count, default=3, metavar="N", help="at most N (3)")
+    parser.add_argument("--limit", type=count, default=3, metavar="N", help="at most N (3)")
     parser.add_argument("--raw", action="store_true", help="text with all special tokens, as the model saw it")
     parser.add_argument("--json", action="store_true", help="one JSON list, tokens included")
     args = parser.parse_args(list(words))

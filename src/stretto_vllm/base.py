@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stretto.base.errors import EngineError, WireError
+from stretto.base.files import SHARED_MEMORY
 from stretto.base.runtime import available_bytes
 from stretto.models.hf import find_adaptable_layers
 from stretto.models.hub import build_tensor_map, has_custom_module, load_config, map_tensors
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXPERTS = ".experts."
-SHARED_MEMORY = Path("/dev/shm")
 _ALIGN = 64
 _VERSION = 0
 """Version of the copy: constant, because the weights with which an engine was started never change."""

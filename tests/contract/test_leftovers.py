@@ -80,7 +80,7 @@ class Started:
         return pids
 
     def left(self) -> list[object]:
-        shared = [name for name in self.names if (keeper.SHARED / name).exists()]
+        shared = [name for name in self.names if (keeper.SHARED_MEMORY / name).exists()]
         return [*keeper.marked_processes(self.mark), *shared, *os.listdir(self.directory)]
 
     def check_nothing_is_left(self) -> None:

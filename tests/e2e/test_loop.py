@@ -210,7 +210,7 @@ def test_files_carry_the_same_bits_as_sockets_and_shared_memory(
     files = {"max_steps": 3, "rollout_transport": {"type": "filesystem"}, "weight_broadcast": {"type": "filesystem"}}
     ended = rl(tmp_path, merged(sync, files))
     assert ended.weights(3) == straight.weights(3) != straight.weights(2)
-    assert (ended.run.rollouts / "step_3").is_dir() and ended.run.broadcast(3).is_dir()
+    assert (ended.run.rollouts / "step_3").is_dir() and (ended.run.broadcasts / "version_3").is_dir()
     assert not straight.run.rollouts.exists() and not straight.run.broadcasts.exists()
 
 
@@ -353,7 +353,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_bits(
     assert resumed.column("reward/mean") == straight.column("reward/mean")
     assert audit(run) == []
     assert resumed.summary()["steps"] == NUM_STEPS and resumed.summary()["resumed"]
-    assert [life["resumed_step"] for life in resumed.ledger().incarnations()] == [None, stopped]
+    assert [life["resumed_step"] for life in resumed.ledger().rows("SELECT * FROM incarnations")] == [None, stopped]
 
 
 def test_the_summary_has_every_field(straight: Ended) -> None:

@@ -76,7 +76,7 @@ class Session:
             time.sleep(0.1)
         keeper.kill_marked(self.mark)
         for name in self._shared:
-            (keeper.SHARED / name).unlink(missing_ok=True)
+            (keeper.SHARED_MEMORY / name).unlink(missing_ok=True)
         shutil.rmtree(self.directory, ignore_errors=True)
         return left
 
@@ -89,7 +89,7 @@ class Session:
 
     def _has_new(self) -> bool:
         """Is there shared memory that may be the session's, and was not there at the last looks?"""
-        with os.scandir(keeper.SHARED) as entries:
+        with os.scandir(keeper.SHARED_MEMORY) as entries:
             there = [(entry.name, entry.inode()) for entry in entries]
         self._strange = {key: self._strange.get(key, 0) + 1 for key in there if key[0] not in self._shared}
         return any(looks <= NUM_LOOKS_IF_NEW for looks in self._strange.values())
@@ -102,14 +102,14 @@ class Session:
         processes = [f"process {pid}: {words}" for pid in keeper.marked_processes(self.mark) if (words := _words(pid))]
         # CUDA's own goes with a process that returns from main, which xdist's workers and forked ones do not.
         names = sorted(name for name in self._shared if not name.startswith("cuda.shm."))
-        shared = [f"{keeper.SHARED}/{name}" for name in names if (keeper.SHARED / name).exists()]
-        own = keeper.temp_directory()  # goes with this process
+        shared = [f"{keeper.SHARED_MEMORY}/{name}" for name in names if (keeper.SHARED_MEMORY / name).exists()]
+        own = keeper._keeper and keeper._keeper.directory  # goes with this process
         files = [str(path) for path in sorted(self.directory.iterdir()) if path != own]
         return processes + shared + files
 
 
 def _open_in_shared_memory(pid: int) -> set[str]:
-    prefix, found = f"{keeper.SHARED}/", set()
+    prefix, found = f"{keeper.SHARED_MEMORY}/", set()
     with suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):

@@ -35,7 +35,7 @@ from stretto.transports.weights import receive
 from stretto_broadcast import collective, host_copy
 from stretto_broadcast.board import Board
 from stretto_broadcast.buckets import buckets_of
-from stretto_broadcast.collective import CollectivePublisher, Location, Part, close_all
+from stretto_broadcast.collective import CollectivePublisher, Location, Part
 
 
 def weights(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -69,7 +69,7 @@ def publisher(request):
     publisher = CollectivePublisher("127.0.0.1", free_port(), bucket_bytes=request.param, timeout_s=120)
     yield publisher
     publisher.close()
-    close_all()
+    collective._connections.clear()
 
 
 def group(request: str, rank: int = 0, world_size: int = 1) -> WeightGroup:
@@ -186,7 +186,7 @@ def senders(cfgs: list[WeightBroadcast], place: Path, count: int = 2) -> Iterato
     meeting, settings = free_port(), TypeAdapter(list[WeightBroadcast]).dump_json(cfgs).decode()
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(peer(SEND, rank, count, meeting, settings, place)) for rank in range(count)]
-    close_all()
+    collective._connections.clear()
     host_copy.close_all()
 
 
@@ -533,7 +533,7 @@ def test_a_byte_that_was_damaged_is_noticed_before_a_tensor_is_handed_out(place,
         assert_same(received(manifest, group("whole")), weights())
     finally:
         publisher.close()
-        close_all()
+        collective._connections.clear()
 
 
 def test_the_memory_of_another_process_with_the_same_number_is_not_taken_for_the_senders(publisher, is_near):

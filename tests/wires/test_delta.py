@@ -101,7 +101,7 @@ def publisher(cfg: WeightBroadcast, tmp_path: Path, run: str = "a run"):
     finally:
         source.close()
         host_copy.close_all()
-        collective.close_all()
+        collective._connections.clear()
 
 
 def group(manifest: WeightManifest, request: str, rank: int = 0, world_size: int = 1) -> WeightGroup | None:

@@ -14,7 +14,7 @@ from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
 from stretto.records.control import Register
 from stretto.records.sample import MicroBatch
-from stretto_service.wires.operations import OptimStep, Pass, Shutdown, Status, TenantWork
+from stretto_service.wires.operations import ExportAdapter, OptimStep, Pass, Shutdown, TenantWork
 from stretto_service.wires.tenants import TenantClient, TenantServer
 
 SECRET = "s" * 32
@@ -25,7 +25,7 @@ from stretto.base.errors import EngineError
 from stretto.base.secret import Secret
 from stretto.config.sections.transport import ControlSection
 from stretto.records.control import Register
-from stretto_service.wires.operations import Done, Pass, RankFailed, Shutdown, Status, TenantResult
+from stretto_service.wires.operations import Done, ExportAdapter, Pass, RankFailed, Shutdown, TenantResult
 from stretto_service.wires.tenants import TenantClient
 
 port, rank, world_size, dead_after_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
@@ -46,7 +46,7 @@ while True:
         for work in operation.works:
             logprobs = tuple(rank + mb.advantages for mb in work.micro_batches)
             results[work.tenant] = TenantResult(metrics={"loss": 1.0}, logprobs=logprobs)
-    if isinstance(operation, Status):
+    if isinstance(operation, ExportAdapter):
         client.flush(RankFailed(reason="out of memory"))
         break
     if isinstance(operation, Shutdown):
@@ -149,7 +149,7 @@ def test_a_rank_that_is_killed_ends_every_wait_with_an_error_that_names_it():
 def test_a_rank_that_fails_says_why():
     async def body(server, ranks):
         with pytest.raises(EngineError, match="trainer rank 0 failed: out of memory"):
-            await server.execute(Status())
+            await server.execute(ExportAdapter(tenant="a", directory="/nowhere"))
 
     run(cfg(), 1, body)
 

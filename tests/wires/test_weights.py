@@ -17,13 +17,13 @@ from peers import peer
 from safetensors.torch import load_file
 
 from stretto.base.errors import DataError, EngineError, WireError
-from stretto.base.files import remove_unowned
+from stretto.base.files import SHARED_MEMORY, remove_unowned
 from stretto.base.paths import RunDir
 from stretto.config.sections.transport import FilesystemWeights, ShmWeights, WeightBroadcast
 from stretto.records.weight_manifest import WeightManifest, load_manifest
 from stretto.transports.weights import Publisher, build_publisher, filesystem, receive, shm
 from stretto.transports.weights.filesystem import FilesystemPublisher
-from stretto.transports.weights.shm import SHM_DIR, ShmPublisher
+from stretto.transports.weights.shm import ShmPublisher
 
 BOTH = pytest.mark.parametrize("cfg", [ShmWeights(), FilesystemWeights()], ids=lambda cfg: cfg.type)
 
@@ -311,7 +311,7 @@ def test_files_of_a_killed_publisher_are_removed_and_those_of_a_live_one_are_not
     live_file = alive.publish(0, weights()).shards[0]
     with peer(PUBLISH_AND_HANG, tmp_path) as dead:
         dead_file = dead.line()
-        remove_unowned(SHM_DIR)
+        remove_unowned(SHARED_MEMORY)
         assert {dead_file, live_file} <= shm_files()
         dead.kill()
         publisher(ShmWeights(), tmp_path).close()

@@ -41,7 +41,13 @@ def discounted_returns(
 
     Source: REINFORCE++, arXiv:2501.03262, eq. 8.
     """
-    return _scan(rewards, lengths, gamma)
+    longest = int(lengths.max()) if len(lengths) else 0
+    is_token = np.arange(longest) >= longest - lengths[:, None]
+    table = np.zeros(is_token.shape)
+    table[is_token] = rewards
+    for column in range(longest - 2, -1, -1):  # a loop over positions, not samples
+        table[:, column] += gamma * table[:, column + 1]
+    return table[is_token]
 
 
 def gae(
@@ -62,18 +68,5 @@ def gae(
     following = np.zeros(len(values))
     following[:-1] = values[1:]
     following[np.cumsum(lengths)[lengths > 0] - 1] = 0.0
-    advantages = _scan(rewards + gamma * following - values, lengths, gamma * lambd)
+    advantages = discounted_returns(rewards + gamma * following - values, lengths, gamma * lambd)
     return advantages, advantages + values
-
-
-def _scan(
-    values: Float[np.ndarray, " tokens"], lengths: Int[np.ndarray, " samples"], decay: float
-) -> Float[np.ndarray, " tokens"]:
-    """y_t = x_t + decay * y_{t+1} within each sample; loops over positions, not samples."""
-    longest = int(lengths.max()) if len(lengths) else 0
-    is_token = np.arange(longest) >= longest - lengths[:, None]
-    table = np.zeros(is_token.shape)
-    table[is_token] = values
-    for column in range(longest - 2, -1, -1):
-        table[:, column] += decay * table[:, column + 1]
-    return table[is_token]

@@ -20,12 +20,10 @@ from torch import Tensor
 
 from stretto.algorithms.kl import MAX_LOG_RATIO
 from stretto.algorithms.sample_index import SampleIndex
-from stretto.config.sections.algorithm import CorrectionSection
+from stretto.config.sections.algorithm import CorrectionSection, Level
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Shaped
-
-Level = Literal["token", "sequence", "geometric"]
 
 
 def needs_sample_index(cfg: CorrectionSection) -> bool:

@@ -23,6 +23,8 @@ from typing import Any
 PUBLISHED, COPY = "stretto-weights-", "stretto-copy-"
 """Prefixes of the names of weights in shared memory (transports/weights/shm.py, host_copy.py)."""
 
+SHARED_MEMORY = Path("/dev/shm")
+
 _POLL_S = 0.005
 
 

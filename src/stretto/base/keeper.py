@@ -39,15 +39,14 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent))
-    from files import lock_within, remove_abandoned, remove_unowned  # type: ignore[import-not-found]
+    from files import SHARED_MEMORY, lock_within, remove_abandoned, remove_unowned  # type: ignore[import-not-found]
 else:
-    from stretto.base.files import lock_within, remove_abandoned, remove_unowned
+    from stretto.base.files import SHARED_MEMORY, lock_within, remove_abandoned, remove_unowned
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "STRETTO_KEPT"
 PREFIX = "stretto-"
-SHARED = Path("/dev/shm")
 # Names of shared memory of multiprocessing, torch, CUDA and vLLM. Our own files are locked by their owners (files.py).
 _LIBRARY_NAMES = re.compile(r"psm_|sem\.mp-|torch_|cuda\.shm\.|vllm")
 _DIRECTORY = re.compile(PREFIX + r"[0-9a-f]{8}$")
@@ -165,11 +164,6 @@ def start() -> Keeper:
     return _keeper
 
 
-def temp_directory() -> Path | None:
-    """The temporary directory that this process's keeper will remove; None if there is none."""
-    return _keeper.directory if _keeper is not None and _keeper.pid == os.getpid() else None
-
-
 class Descendants:
     """All processes that this process starts, also from third-party code; they end with it."""
 
@@ -268,7 +262,7 @@ def shared_memory_of(pids: Iterable[int]) -> set[str]:
     Compared by inode: a semaphore's creator maps it under a temporary name and renames it afterwards.
     """
     inodes = {inode for pid in pids for inode in _mapped(pid)}
-    return {entry.name for entry in os.scandir(SHARED) if entry.inode() in inodes} if inodes else set()
+    return {entry.name for entry in os.scandir(SHARED_MEMORY) if entry.inode() in inodes} if inodes else set()
 
 
 def kill_marked(mark: str, names: Iterable[str] = ()) -> list[int]:
@@ -284,15 +278,15 @@ def kill_marked(mark: str, names: Iterable[str] = ()) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
     remove_shared(shared)
-    remove_unowned(SHARED)
+    remove_unowned(SHARED_MEMORY)
     return alive
 
 
 def remove_shared(names: Iterable[str]) -> None:
     """Remove these entries of /dev/shm, except those that a process still uses."""
-    if owned := {name for name in names if _is_owned(SHARED / name)}:
+    if owned := {name for name in names if _is_owned(SHARED_MEMORY / name)}:
         for name in owned - removable_shared_memory(_pids()):
-            (SHARED / name).unlink(missing_ok=True)
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
 def _is_owned(path: Path) -> bool:

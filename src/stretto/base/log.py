@@ -20,6 +20,7 @@ from stretto.base.status import adopt_pipe, harmless, report
 
 _NOISY = ("asyncio", "aiohttp.access", "matplotlib", "PIL", "urllib3", "filelock", "httpx")
 _MAX_ECHOED_CHARS = 600
+_WARNING_PERIOD_S = 60.0
 
 
 class _TextFormatter(logging.Formatter):
@@ -113,8 +114,8 @@ def _is_stderr(path: Path) -> bool:
 class RateLimitedLogger:
     """Logs at most one warning per period, with the number of those dropped; for warnings that outsiders can cause."""
 
-    def __init__(self, logger: logging.Logger, period_s: float = 60.0) -> None:
-        self._logger, self._period_s = logger, period_s
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
         self._next_at = 0.0
         self._num_dropped = 0
 
@@ -125,5 +126,5 @@ class RateLimitedLogger:
             return
         if self._num_dropped:
             text += f" ({self._num_dropped} more like it in between)"
-        self._next_at, self._num_dropped = now + self._period_s, 0
+        self._next_at, self._num_dropped = now + _WARNING_PERIOD_S, 0
         self._logger.warning(text, *values)

@@ -199,10 +199,6 @@ class RunDir:
     # -- wires that are files --
 
     broadcasts = _Below("broadcasts")
-
-    def broadcast(self, version: int) -> Path:
-        return self.broadcasts / f"version_{version}"
-
     rollouts = _Below("rollouts")
 
     def rollout(self, step: int, rank: int) -> Path:

@@ -34,6 +34,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from stretto.base.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 SCOPE = f"stretto-port-{os.getuid()}"
 """Prefix of the sockets' names: reservations are shared by the launchers of one user."""
@@ -232,8 +233,15 @@ _OWN_SITES = frozenset({"same-origin", "none"})
 
 def is_local(host: str) -> bool:
     """Whether a Host header is localhost or a loopback address: no name server can make other names out of these."""
-    address = _address_of(host)
-    return address.is_loopback if address is not None else _name_of(host) == "localhost"
+    return is_loopback(_name_of(host))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only the machine itself reaches this address."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Headers(Protocol):

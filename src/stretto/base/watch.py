@@ -157,15 +157,15 @@ def _awaiting(task: asyncio.Task[Any]) -> Iterator[tuple[FrameType, int]]:
 
 
 @contextmanager
-def warn_when_slow(what: str, after_s: float = SLOW_S) -> Iterator[None]:
-    """Log a warning with file and line if the block takes longer than after_s.
+def warn_when_slow(what: str) -> Iterator[None]:
+    """Log a warning with file and line if the block takes longer than SLOW_S.
 
     The warning is repeated each time the waiting time has doubled.
     """
     is_done, thread, started_at = threading.Event(), threading.get_ident(), time.monotonic()
 
     def warn() -> None:
-        warn_at = started_at + after_s
+        warn_at = started_at + SLOW_S
         while not is_done.wait(max(0.0, warn_at - time.monotonic())):
             waited_s = time.monotonic() - started_at
             logger.warning("%s: not done after %.0f s; it is at %s", what, waited_s, _location_of(thread))

@@ -11,7 +11,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -299,14 +299,9 @@ def _check_fit(
     if quantization and impl != "custom" and trained is not None:
         return []  # transformers expands them
     found = _fit(model.directory, impl, tensors)
-    if faults := found["faults"]:
-        raise ConfigError(f"{where}: {'; '.join(_without_directory(faults, model.directory))}")
+    if faults := [fault.removeprefix(f"{model.directory}: ") for fault in found["faults"]]:
+        raise ConfigError(f"{where}: {'; '.join(faults)}")
     return [f"{where}: {note}" for note in found["notes"]]
-
-
-def _without_directory(faults: list[str], directory: Path) -> Iterator[str]:
-    """The faults without the model's directory, which the message names already."""
-    return (fault.removeprefix(f"{directory}: ") for fault in faults)
 
 
 def _fit(directory: Path, impl: str, tensors: Mapping[str, HeaderTensor]) -> dict[str, list[str]]:

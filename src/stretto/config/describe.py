@@ -120,11 +120,11 @@ def help_text(verb: str, cls: type[Section], word: str = "", width: int | None =
     flag_part = word.replace("_", "-")
     paths = [re.sub(r"\.args\..*", ".args", path) for path in keys_meant(word)] if word else []
     meant = {"--" + path.replace("_", "-") for path in paths}
-    found = _help(verb, cls, width, lambda flag, key: flag_part in flag or flag in meant, flag_part)
+    found = _help(cls, width, lambda flag, key: flag_part in flag or flag in meant, flag_part)
     lines = [line for line in _command_flags(cls, width) if word and flag_part in line]
     found = (["\n".join(lines)] if lines else []) + found
     if not found:  # the word may stand in a description
-        found = _help(verb, cls, width, lambda flag, key: word.lower() in key.doc.lower(), flag_part)
+        found = _help(cls, width, lambda flag, key: word.lower() in key.doc.lower(), flag_part)
     for framework, spelling in spellings().items() if word else ():
         if named := spelling.names(verb, word):
             fill = partial(textwrap.fill, width=width, subsequent_indent=" " * 6, break_on_hyphens=False)
@@ -189,7 +189,7 @@ def _short_about(forms: Sequence[Key]) -> str:
     return f"{about} ({more})" if more else about
 
 
-def _help(verb: str, cls: type[Section], width: int, is_shown: Callable[[str, Key], bool], flag_part: str) -> list[str]:
+def _help(cls: type[Section], width: int, is_shown: Callable[[str, Key], bool], flag_part: str) -> list[str]:
     """One text per table with its keys that match; before the forms of a table comes one text that names them."""
     parts = []
     forms: dict[str, list[type[Section]]] = {}  # of tables that have several

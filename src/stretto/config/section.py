@@ -24,10 +24,8 @@ from pydantic.fields import FieldInfo
 
 from stretto.config.lookup import aliases_of, match, renamed
 from stretto.config.spelling import GivenName, Instead, Nothing, Row
+from stretto.config.spelling import KeyPath as KeyPath
 from stretto.config.synonyms import keys_meant
-
-KeyPath = tuple[str | int, ...]
-"""Place of a value in a config: keys, and indices of lists."""
 
 
 class Section(BaseModel):

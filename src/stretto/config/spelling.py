@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 KeyPath = tuple[str | int, ...]
+"""Place of a value in a config: keys, and indices of lists."""
 
 
 class GivenName:

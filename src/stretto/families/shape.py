@@ -225,10 +225,6 @@ class ModelConfig:
     hf: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
-    def rope_theta(self) -> float:
-        return self.rope.theta
-
-    @property
     def has_plain_attention(self) -> bool:
         """True if every layer attends to all earlier tokens, with whole heads rotated by halves."""
         is_rotated_by_halves = self.rope.fraction == 1.0 and not self.rope.is_interleaved

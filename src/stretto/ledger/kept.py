@@ -17,8 +17,6 @@ from stretto.base.paths import KEPT, RunDir
 from stretto.ledger import reuse, schema, stored_images
 from stretto.ledger.token_file import Place, SegmentWriter, load_payload
 
-_UPDATE = "UPDATE rollouts SET segment = ?, offset = ?, length = ?, crc = ? WHERE row = ?"
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -74,7 +72,7 @@ def keep_samples(db: sqlite3.Connection, run_dir: RunDir, segment: int, samples:
             places = writer.append_images(shown)
             db.executemany(stored_images.INSERT, [(image.hash, *at) for image, at in zip(shown, places)])
             known |= names
-            db.execute(_UPDATE, (*writer.append_payload(payload), row))
+            db.execute(schema.SET_PLACE, (*writer.append_payload(payload), row))
     finally:
         writer.close()
     return len(rows)

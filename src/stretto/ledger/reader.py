@@ -45,10 +45,6 @@ class LedgerReader:
         except ValueError as cause:
             raise DataError(f"{self._run_dir.ledger}: a row is damaged: {cause}") from cause
 
-    def incarnations(self) -> list[dict[str, Any]]:
-        """The incarnations of the run, in order."""
-        return self.rows("SELECT * FROM incarnations ORDER BY incarnation")
-
     def drops_by_reason(self) -> dict[str, int]:
         """Number of dropped groups for each reason."""
         query = "SELECT reason, count(*) FROM draws WHERE state = 'dropped' GROUP BY reason"

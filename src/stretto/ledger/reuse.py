@@ -42,20 +42,13 @@ MARK_TRAINED = """
 """
 
 
-@dataclass(frozen=True)
-class Rewound:
-    """What a rewind has undone."""
+def rewind(db: sqlite3.Connection, step: int) -> int:
+    """Undo everything after `step`, as if the run had ended with its checkpoint; the number of rollouts that are lost.
 
-    batches: int
-    rollouts_lost: int
-
-
-def rewind(db: sqlite3.Connection, step: int) -> Rewound:
-    """Undo everything after `step`, as if the run had ended with its checkpoint. Rows stay.
-
-    Later batches, versions and checkpoints become `undone`; their groups, and groups dropped since, are finished again.
-    Groups with a rollout that began under a later version become `lost` and are drawn again; so are rollouts that were
-    still running. A batch up to `step` counts as trained even if that was not reported: the checkpoint proves it.
+    Rows stay. Later batches, versions and checkpoints become `undone`; their groups, and groups dropped since, are
+    finished again. Groups with a rollout that began under a later version become `lost` and are drawn again; so are
+    rollouts that were still running. A batch up to `step` counts as trained even if that was not reported: the
+    checkpoint proves it.
     """
     undone = column(db, "SELECT batch FROM batches WHERE step > ? AND state != 'undone'", step)
     for trained in column(db, "SELECT step FROM batches WHERE step <= ? AND state = 'shipped'", step):
@@ -82,7 +75,7 @@ def rewind(db: sqlite3.Connection, step: int) -> Rewound:
     )
     for group_id in column(db, too_new, step):
         lost += _mark_lost(db, group_id)
-    return Rewound(len(undone), lost)
+    return lost
 
 
 def lost_steps(db: sqlite3.Connection, step: int) -> list[int]:

@@ -86,6 +86,8 @@ CREATE TABLE events (
 
 LATER_COLUMNS = ("dropped_by", "reason", "turns")
 """Columns of `rollouts` that a ledger of an older stretto does not have: NULL in its rows."""
+SET_PLACE = "UPDATE rollouts SET segment = ?, offset = ?, length = ?, crc = ? WHERE row = ?"
+"""Says where the payload of a row of `rollouts` is."""
 SHOWN_STATUS = "CASE WHEN r.dropped_by IS NULL THEN r.status ELSE 'dropped' END"
 """The status of a row of `rollouts r` as people see it."""
 

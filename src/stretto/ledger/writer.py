@@ -37,7 +37,6 @@ _INSERT_RUNNING = (
     "INSERT INTO rollouts (row, group_id, member, incarnation, status, version, started_at, "
     "segment, offset, length, crc) VALUES (?, ?, ?, ?, 'running', ?, ?, ?, ?, ?, ?)"
 )
-_UPDATE_TURN = "UPDATE rollouts SET segment = ?, offset = ?, length = ?, crc = ? WHERE row = ?"
 USED = "used"
 """The event that says what a run has used over all its starts; a resumed run goes on from the last one."""
 TURN_COMMIT_INTERVAL_S = 0.05  # turns that end within it are one commit
@@ -305,7 +304,7 @@ class Ledger:
 
     # -- resume: call in this order, before run_started --
 
-    def rewind(self, step: int) -> reuse.Rewound:
+    def rewind(self, step: int) -> int:
         """Undo everything after `step`; see `reuse.rewind`."""
         with self.transaction():
             rewound = reuse.rewind(self._db, step)
@@ -425,7 +424,7 @@ class Ledger:
             written = self._segments.append_turns([(turn, places.get(key, self._turns.get(key))) for key, turn in late])
             places.update(zip((key for key, _ in late), written))
         with self.transaction():
-            self._db.executemany(_UPDATE_TURN, [(*places[key], row) for row, (key, _) in waiting])
+            self._db.executemany(schema.SET_PLACE, [(*places[key], row) for row, (key, _) in waiting])
         self._turns.update(places)
         self._unwritten.clear()
 

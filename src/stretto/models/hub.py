@@ -138,12 +138,7 @@ def build_tensor_map(cfg: ModelConfig) -> TensorMap:
 
 
 def load_model(
-    directory: str | Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    impl: str = "auto",
-    may_be_quantized: bool = False,
+    directory: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", may_be_quantized: bool = False
 ) -> Decoder:
     """Our decoder with the weights of a model directory (for `impl = "hf"` see hf.py).
 
@@ -151,7 +146,6 @@ def load_model(
 
     Raises: DataError when the directory is missing, incomplete, truncated, or of an unknown family.
     """
-    assert impl in ("auto", "custom"), impl
     directory = Path(directory)
     if not directory.is_dir():
         raise DataError(f"model {str(directory)!r}: no such directory")

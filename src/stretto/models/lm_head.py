@@ -71,7 +71,7 @@ class _WideProduct(torch.autograd.Function):
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
         wide = hidden.float()
         out = wide.new_empty(len(hidden), len(weight))
-        for ids in _chunks(len(weight), _CAST_ROWS):
+        for ids in row_chunks(len(weight), _CAST_ROWS):
             torch.mm(wide, weight[ids].float().T, out=out[:, ids])
         return out
 
@@ -104,7 +104,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.kernels = find_gpu_kernels() if hidden.is_cuda and is_plain else None
         if ctx.kernels is not None:
             norms = torch.empty_like(logprobs)
-            for rows in _chunks(tokens, chunk):
+            for rows in row_chunks(tokens, chunk):
                 found = ctx.kernels.logprobs(head_logits(hidden[rows], weight), targets[rows], temperatures[rows])
                 logprobs[rows], entropy[rows], norms[rows] = found
             ctx.save_for_backward(hidden, weight, targets, temperatures, norms, entropy if entropy_grad else None)
@@ -114,7 +114,7 @@ class _TokenLogprobs(torch.autograd.Function):
         should_save = cap is None and tokens * weight.shape[0] <= MAX_SAVED_LOGITS
         ctx.chunk = max(tokens, 1) if should_save else chunk
         probs = None
-        for rows in _chunks(tokens, ctx.chunk):
+        for rows in row_chunks(tokens, ctx.chunk):
             logits = _scaled_logits(hidden, weight, targets, temperatures, support, rows, cap)
             normalised = logits.sub_(torch.logsumexp(logits, dim=-1, keepdim=True))
             logprobs[rows] = normalised.gather(1, _columns(targets[rows])).view_as(logprobs[rows])
@@ -132,7 +132,7 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        for rows in _chunks(hidden.shape[0], ctx.chunk):
+        for rows in row_chunks(hidden.shape[0], ctx.chunk):
             d_logits = _logit_gradients(ctx, rows, grad, grad_entropy).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(d_logits, weight, out=grad_hidden[rows])
@@ -201,5 +201,6 @@ def _columns(values: Tensor) -> Tensor:
     return values[:, None] if values.ndim == 1 else values
 
 
-def _chunks(tokens: int, chunk: int) -> list[slice]:
+def row_chunks(tokens: int, chunk: int) -> list[slice]:
+    """Slices of so many rows that follow one another, the last one shorter."""
     return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]

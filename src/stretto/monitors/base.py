@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 QUEUE_ROWS = 10_000
 CLOSE_TIMEOUT_S = 30.0
+MONITOR_CLOSE_S = 10.0
+"""For processes that others wait for."""
 START_TIMEOUT_S = 60.0
 
 
@@ -39,11 +41,6 @@ class Monitors:
 
     def __init__(self, monitors: dict[str, Monitor]) -> None:
         self._monitors = monitors
-
-    @property
-    def names(self) -> list[str]:
-        """The names of monitors that have not failed."""
-        return list(self._monitors)
 
     @property
     def has_trackers(self) -> bool:

@@ -248,6 +248,11 @@ def newest_rows(path: Path, num: int) -> list[dict[str, Any]]:
     return [found[step] for step in sorted(found)][-num:]
 
 
+def is_number(value: Any) -> bool:
+    """Can a row's value be drawn and averaged?"""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def moving_mean(values: Sequence[float]) -> list[float]:
     """Centred moving mean over about a twentieth of the values; shorter at the ends."""
     reach = max(1, len(values) // 40)

@@ -59,6 +59,7 @@ class AbsentTrainer:
                 self._end()
 
     def _publish(self, version: int) -> None:
+        """Announce a version without tensors."""
         manifest = WeightManifest(version=version, transport="none", location="", shards=(), tensors=(), checksum=0)
         self._emit(VersionReady(manifest=manifest))
 

@@ -166,7 +166,7 @@ class Learner:
 
         build: makes the network that computes and updates the policy.
         """
-        self.policy, self._model, self._lora = policy, model, model.lora
+        self.policy, self._lora = policy, model.lora
         self.valuer = valuer
         self.frozen_steps = 0 if valuer is None else valuer.section.num_critic_only_steps
         self._schedule_start = 0  # the step after which the schedule began

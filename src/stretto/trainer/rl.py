@@ -28,7 +28,7 @@ from stretto.config.sections.trainer import num_kept
 from stretto.models.fp8.checkpoint import to_8_bits
 from stretto.models.tracing.snapshots import MemorySnapshots
 from stretto.models.tracing.tracer import Tracer
-from stretto.monitors.base import build_monitors
+from stretto.monitors.base import MONITOR_CLOSE_S, build_monitors
 from stretto.monitors.steps import StepClock
 from stretto.records.control import Bye, CheckpointBegun, CheckpointSaved, Register, StepMetrics, VersionReady
 from stretto.records.sample import TrainBatch
@@ -52,7 +52,6 @@ from stretto.transports.weights import build_publisher, meeting_host
 logger = logging.getLogger(__name__)
 
 ROLE = "trainer"
-MONITOR_CLOSE_S = 10.0
 LOGGED = ("loss/mean", "mismatch_kl/mean", "entropy/mean", "optim/grad_norm", "optim/lr")
 
 

@@ -25,7 +25,7 @@ import msgspec
 from stretto.base.errors import EngineError
 from stretto.base.files import write_atomic
 from stretto.base.paths import RunDir
-from stretto.base.ports import PortClaims, is_own_address, own_addresses
+from stretto.base.ports import LOOPBACK, PortClaims, is_own_address, own_addresses
 from stretto.base.status import is_supervised
 from stretto.config.root import OrchestratorConfig, TrainerConfig
 from stretto.config.section import Section
@@ -34,7 +34,6 @@ from stretto.config.sections.transport import FilesystemWeights, ZmqRollouts
 logger = logging.getLogger(__name__)
 
 ALL_ADDRESSES = "0.0.0.0"
-LOOPBACK = "127.0.0.1"
 NUM_TRIED = 100
 """Ports from the default one on."""
 WIRES = ("control", "rollout_transport")

@@ -32,7 +32,6 @@ ENDED_STATES = frozenset(
 class Queued:
     """A job in Slurm's queue."""
 
-    job: str
     state: str
     reason: str
     """Why it waits."""
@@ -78,7 +77,7 @@ def find_job(job: str) -> Queued | None:
     if result.returncode and UNKNOWN not in result.stderr:
         raise EngineError(f"squeue does not answer: {_message(result)}")
     lines = result.stdout.strip().splitlines()
-    return Queued(job, *lines[0].split("|")) if lines else None
+    return Queued(*lines[0].split("|")) if lines else None
 
 
 def is_live(job: Queued | None) -> bool:

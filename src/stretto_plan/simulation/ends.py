@@ -22,13 +22,13 @@ from stretto.base.errors import EngineError
 from stretto.config.sections.model import shares_prefixes
 from stretto.data.model_file import find_model_file
 from stretto.envs.base import LimitReached, Message, RolloutResult, SingleTurnEnv, Split, TaskSource
-from stretto.records.control import Bye, Register, StepDone, StepMetrics, Stop, VersionReady
+from stretto.orchestrator.alone import AbsentTrainer
+from stretto.records.control import Register, StepDone, StepMetrics, Stop
 from stretto.records.generate import Completion, GenerateRequest, VersionSpan
 from stretto.records.rollout import Task
 from stretto.records.row_packing import PrefixTree
 from stretto.records.sample import TrainBatch
 from stretto.records.weight_manifest import WeightManifest
-from stretto.transports.control import Event
 from stretto.virtual_clock import Cores, Job
 from stretto_plan.costs import Costs
 from stretto_plan.setup import EngineSetup
@@ -82,7 +82,6 @@ class SimulatedEngine:
         self.groups = self.writer.count * self.writer.groups
         self.version = 0
         self.busy_s = self.idle_s = self.reading_s = self.loading_s = 0.0
-        self.preemptions = 0
         self._replies = itertools.count(1)
         self._waiting: deque[Reading] = deque()
         self._running: list[Reply] = []  # a heap
@@ -179,7 +178,7 @@ class SimulatedEngine:
             "vllm:num_requests_running": float(len(self._running)),
             "vllm:num_requests_waiting": float(len(self._waiting)),
             "vllm:kv_cache_usage_perc": min(self._context / self.costs.room(self.writer), 1.0),
-            "vllm:num_preemptions_total": float(self.preemptions),
+            "vllm:num_preemptions_total": 0.0,
         }
 
     async def metrics_by_engine(self) -> dict[str, dict[str, float]]:
@@ -291,11 +290,8 @@ class SimulatedEngine:
 
     def _interrupt(self) -> None:
         self._wake.set()
-        if self._job is not None and (self._pause is not None or self._has_room_for_waiting()):
+        if self._job is not None and (self._pause is not None or (self._waiting and self._has_room())):
             self._job.cut()
-
-    def _has_room_for_waiting(self) -> bool:
-        return bool(self._waiting) and self._has_room()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -330,31 +326,27 @@ class SimulatedStep:
     """Trained tokens of all ranks."""
 
 
-class SimulatedTrainer:
-    """All ranks, the control wire and the wire of batches."""
+class SimulatedTrainer(AbsentTrainer):
+    """All ranks, the control wire and the wire of batches; versions have no tensors."""
 
     def __init__(
         self, costs: Costs, cores: Cores, orchestrator: OrchestratorThread, *, max_steps: int, ranks: int, scale: float
     ) -> None:
-        self.costs, self.cores, self.orchestrator = costs, cores, orchestrator
-        self.max_steps, self.ranks, self.scale = max_steps, ranks, scale
         model = costs.setup.rl.model
-        self._shares_prefixes = shares_prefixes(model, find_model_file(model.name), is_on_cpu=costs.setup.is_cpu)
+        shares = shares_prefixes(model, find_model_file(model.name), is_on_cpu=costs.setup.is_cpu)
+        super().__init__(ranks, 0, max_steps, shares_prefixes=shares)
+        self.costs, self.cores, self.orchestrator = costs, cores, orchestrator
+        self.max_steps, self.scale = max_steps, scale
         self.steps: list[SimulatedStep] = []
         self.ended = asyncio.Event()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._inbox: asyncio.Queue[list[TrainBatch] | Stop] = asyncio.Queue()
         self._task: asyncio.Task | None = None
 
-    async def wait_registered(self, timeout_s: float | None = None) -> list[Register]:
+    async def wait_registered(self) -> list[Register]:
         self._task = asyncio.create_task(self._train(), name="simulated trainer")
-        ranks, shares = range(self.ranks), self._shares_prefixes
-        return [Register(rank=rank, world_size=self.ranks, shares_prefixes=shares) for rank in ranks]
+        return await super().wait_registered()
 
-    async def next_event(self) -> Event:
-        return await self._events.get()
-
-    async def send(self, message: Any) -> None:
+    async def send(self, message: Any, **_: object) -> None:
         """Receive a batch, or a message of the control wire."""
         if isinstance(message, list):
             await self.orchestrator.work(self.costs.step_s)
@@ -364,7 +356,6 @@ class SimulatedTrainer:
 
     async def _train(self) -> None:
         now = asyncio.get_running_loop().time
-        self._emit(VersionReady(manifest=manifest(0)))
         for step in range(1, self.max_steps + 1):
             began = now()
             batch = await self._inbox.get()
@@ -379,12 +370,11 @@ class SimulatedTrainer:
             if batch[0].is_sent:
                 await self.cores.work(self.costs.publish_s)
                 self._emit(StepMetrics(step=step, metrics={PUBLISHING: now() - trained}))
-                self._emit(VersionReady(manifest=manifest(step)))
+                self._publish(step)
             tokens = self.scale * sum(float(row.cu_seqlens[-1]) for each in batch for row in each.micro_batches)
             self.steps.append(SimulatedStep(step, wait_s, trained - received, now() - trained, now(), tokens))
             self.ended.set()
-        for rank in range(self.ranks):
-            self._events.put_nowait(Event(rank, Bye()))
+        self._end()
 
     def _rows(self, batch: TrainBatch) -> list[tuple[float, float]]:
         """(tokens, mean keys of a token) of every row.
@@ -401,16 +391,6 @@ class SimulatedTrainer:
             tokens = float((ends - starts).sum())
             found.append((tokens, float((ends**2 - starts**2).sum() / 2 / max(tokens, 1.0))))
         return found
-
-    def _emit(self, message: Any) -> None:
-        self._events.put_nowait(Event(0, message))
-
-
-def manifest(version: int) -> WeightManifest:
-    """A version without tensors."""
-    return WeightManifest(
-        version=version, transport="filesystem", location="nowhere", shards=(), tensors=(), checksum=0
-    )
 
 
 # -- environments and text --
@@ -460,18 +440,17 @@ class Tasks:
     name: str
     workload: Workload
     scale: float
-    seed: int = 0
     rng: random.Random = field(default_factory=random.Random)
     durations: list[tuple[float, float]] = field(default_factory=list)
     """When each finished rollout ended, and the seconds it took."""
 
     def __post_init__(self) -> None:
-        self.rng = random.Random(f"{self.seed}/{self.name}")
+        self.rng = random.Random(f"0/{self.name}")
         self._began: dict[str, float] = {}
 
     def tasks(self, split: Split) -> TaskSource:
         def make(index: int) -> Task:
-            rng = random.Random(f"{self.seed}/{self.name}/{index}")
+            rng = random.Random(f"0/{self.name}/{index}")
             units = max(1, round(self.workload.prompt_tokens.draw(rng) / self.scale))
             data = {"units": units, "signal": rng.random() < self.workload.signal}
             return Task(env=self.name, task_id=str(index), data=data)
@@ -536,9 +515,9 @@ class SeveralTurns(Tasks):
         return RolloutResult(reward=self.reward(task))
 
 
-def build_env(name: str, workload: Workload, scale: float, seed: int) -> Tasks:
+def build_env(name: str, workload: Workload, scale: float) -> Tasks:
     """The environment that plays rollouts like these."""
     kind: type[Tasks] = SeveralTurns
     if workload.is_single_turn:
         kind = OneSlowTurn if workload.score_s.mean else OneTurn
-    return kind(name, workload, scale, seed)
+    return kind(name, workload, scale)

@@ -89,23 +89,23 @@ class Times:
         return self.sampled_tokens / self.step_s
 
 
-def simulate(costs: Costs, workload: Workload, *, steps: int = STEPS, seed: int = 0) -> Times:
+def simulate(costs: Costs, workload: Workload, *, steps: int = STEPS) -> Times:
     """The times of a run with these costs and rollouts; the first steps, while the pipeline fills, do not count.
 
     Raises: StrettoError as the orchestrator would, such as EngineError if every rollout takes too long.
     """
-    return _simulate(costs, workload, steps, seed)[0]
+    return _simulate(costs, workload, steps)[0]
 
 
-def simulate_steering(costs: Costs, workload: Workload, *, steps: int, seed: int = 0) -> list[dict[str, Any]]:
+def simulate_steering(costs: Costs, workload: Workload, *, steps: int) -> list[dict[str, Any]]:
     """What the run's own [orchestrator.steering] decides in so many steps: the fields of each `Decision`, in order.
 
     A simulation knows no effective sample sizes: all are 1. Raises: StrettoError, as `simulate`.
     """
-    return _simulate(costs, workload, steps, seed)[1]
+    return _simulate(costs, workload, steps)[1]
 
 
-def _simulate(costs: Costs, workload: Workload, steps: int, seed: int) -> tuple[Times, list[dict[str, Any]]]:
+def _simulate(costs: Costs, workload: Workload, steps: int) -> tuple[Times, list[dict[str, Any]]]:
     level = costs.setup.rl.orchestrator.max_async_level
     first = min(level + 2, 6)
     scale = max(1.0, costs.setup.rl.seq_len / UNITS) if costs.setup.rl.seq_len > 16_384 else 1.0
@@ -116,7 +116,7 @@ def _simulate(costs: Costs, workload: Workload, steps: int, seed: int) -> tuple[
     try:
         with TemporaryDirectory(prefix="stretto-plan-") as directory:
             cfg = _simulated_config(costs, Path(directory), steps + first, scale)
-            return run_virtual(_run(cfg, costs, workload, scale, first, seed))
+            return run_virtual(_run(cfg, costs, workload, scale, first))
     finally:
         loggers.setLevel(before)
 
@@ -154,7 +154,7 @@ def _simulated_config(costs: Costs, directory: Path, max_steps: int, scale: floa
 
 
 async def _run(
-    cfg: OrchestratorConfig, costs: Costs, workload: Workload, scale: float, first: int, seed: int
+    cfg: OrchestratorConfig, costs: Costs, workload: Workload, scale: float, first: int
 ) -> tuple[Times, list[dict[str, Any]]]:
     cores = Cores(costs.cores if costs.setup.is_cpu else 1 if costs.setup.is_colocated else math.inf)
     thread = OrchestratorThread(cores if costs.setup.is_cpu else Cores(1))
@@ -165,7 +165,7 @@ async def _run(
     async with AsyncExitStack() as stack:
         stack.callback(engine.close)
         wires = Wires(engine, trainer, trainer)  # type: ignore[arg-type]
-        envs: Any = [build_env(env.name or env.id, workload, scale, seed) for env in cfg.env]
+        envs: Any = [build_env(env.name or env.id, workload, scale) for env in cfg.env]
         code = UserCode(RunInfo(), envs, None, None, None)
         loop = build_loop(cfg, wires, UnitRenderer(), starting_point(cfg), stack, code)  # type: ignore[arg-type]
         watching = asyncio.create_task(_mark(trainer, engine, marks))
@@ -306,11 +306,11 @@ class SftTimes:
         return self.tokens / self.step_s
 
 
-def sft_times(costs: Costs, examples: Numbers, *, steps: int = STEPS, seed: int = 0) -> SftTimes:
+def sft_times(costs: Costs, examples: Numbers, *, steps: int = STEPS) -> SftTimes:
     """The times of steps with examples of these lengths."""
     cfg, dp = costs.setup.cfg, costs.setup.degrees.dp
     assert isinstance(cfg, SFTConfig)
-    rng, found = random.Random(seed), []
+    rng, found = random.Random(0), []
     for _ in range(steps):
         drawn = (round(examples.draw(rng)) for _ in range(cfg.batch_size))
         lengths = np.array([min(max(length, 1), cfg.seq_len) for length in drawn], np.int64)

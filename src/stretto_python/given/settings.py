@@ -274,7 +274,7 @@ def _environments(verb: str, own: Tree, given: Given) -> Tree:
                 f"{name} is a {type(value).__name__}, which can be read once and whose end is not known; give list(...)"
             )
     if verb == "sft":
-        return _sft_data(own, dataset, held_out, {"reward": reward, "reward_weights": weights, "env": env})
+        return _sft_data(dataset, held_out, {"reward": reward, "reward_weights": weights, "env": env})
     if weights is not None and reward is None:
         raise ConfigError(f"stretto.{verb}: reward_weights= weighs the rewards of reward=; give that too")
     if env is not None and (reward is not None or dataset is not None):
@@ -382,7 +382,7 @@ def _label(reward: Any) -> str:
     return name if name.isidentifier() else "reward"
 
 
-def _sft_data(own: Tree, dataset: Any, held_out: Any, not_taken: Mapping[str, Any]) -> Tree:
+def _sft_data(dataset: Any, held_out: Any, not_taken: Mapping[str, Any]) -> Tree:
     for name, value in not_taken.items():
         if value is not None:
             raise ConfigError(f"stretto.sft takes no {name}=; it trains on the records of dataset=")

@@ -26,7 +26,7 @@ from stretto.base.files import write_atomic
 from stretto.base.status import is_supervised, report, stop_signals
 from stretto.config.root import TrainerConfig
 from stretto.config.sections.trainer import is_checkpoint_due, num_kept
-from stretto.monitors.base import build_monitors
+from stretto.monitors.base import MONITOR_CLOSE_S, build_monitors
 from stretto.monitors.steps import StepClock
 from stretto.records.codec import encode
 from stretto.records.control import Bye, CheckpointBegun, CheckpointSaved, Register, VersionReady
@@ -44,7 +44,6 @@ ROLE = "trainer"
 TRANSPORT = "service"
 STATE = "service.json"
 """File in the trainer's part of a checkpoint, which names the state at the service."""
-MONITOR_CLOSE_S = 10.0
 
 
 def main(cfg: TrainerConfig) -> int:

@@ -31,7 +31,7 @@ from stretto.trainer.optim.schedule import learning_rate
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.learner_state import LearnerState, StateSource, add_prefix, check_same_model, select_prefix
 from stretto_service.tenants.layers import AdaptableLayers, Pair, TenantLinear
-from stretto_service.wires.operations import AdamSettings, TenantMemory, TenantSpec
+from stretto_service.wires.operations import AdamSettings, TenantSpec
 
 Place = Literal["device", "host", "disk"]
 
@@ -330,20 +330,6 @@ class Tenant:
         for kind, parameters in kinds.items():
             for name, parameter in zip(self.weights.names, parameters):
                 yield kind, name, parameter
-
-    def memory(self) -> TenantMemory:
-        """The memory that the tenant uses."""
-        tensors: list[Tensor] = [p for _, _, p in self._parameters()]
-        tensors += [p.grad for p in tensors if p.grad is not None]
-        state = [v for values in self.optimizer.state.values() for v in values.values()]
-        return TenantMemory(
-            step=self.step,
-            rank=self.spec.rank,
-            parameters=self.num_parameters,
-            place=self.place,
-            adapter_bytes=sum(t.numel() * t.itemsize for t in tensors),
-            optimizer_bytes=sum(t.numel() * t.itemsize for t in state if isinstance(t, Tensor)),
-        )
 
 
 class _Weights(nn.Module):

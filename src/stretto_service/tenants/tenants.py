@@ -8,13 +8,11 @@ cannot be read, is exchanged before anything changes.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import torch
 
 from stretto.base.errors import ConfigError, DataError, StrettoError, boundary
 from stretto.check.checkpoint import SCHEMA
@@ -25,7 +23,7 @@ from stretto.models.lora import save_adapter
 from stretto.records.weight_manifest import MANIFEST
 from stretto.trainer.parallel.memory import prepare_blocks
 from stretto.trainer.parallel.precision import apply_fp8
-from stretto.trainer.parallel.shard import ShardedWeights, local_tensor, parallelise
+from stretto.trainer.parallel.shard import ShardedWeights, parallelise
 from stretto.trainer.publish.export import new_directory
 from stretto.trainer.ranks.mesh import Mesh
 from stretto.trainer.state.checkpoint import SavedState, write_directory
@@ -34,7 +32,7 @@ from stretto_service.tenants.checks import read_spec
 from stretto_service.tenants.full import BaseWeights, FullTenant
 from stretto_service.tenants.layers import AdaptableLayers, Turn, prepare_layers
 from stretto_service.tenants.passes import Passes
-from stretto_service.tenants.tenant import Place, Tenant
+from stretto_service.tenants.tenant import Tenant
 from stretto_service.wires.operations import (
     CreateTenant,
     Done,
@@ -44,12 +42,9 @@ from stretto_service.wires.operations import (
     Operation,
     OptimStep,
     Pass,
-    RankStatus,
     RemoveTenant,
     SaveTenant,
     Shutdown,
-    Status,
-    SwapOut,
     TenantResult,
     TenantSpec,
 )
@@ -60,7 +55,7 @@ T = TypeVar("T")
 
 _ADVICE = "save the tenant again, or load an earlier state"
 _DAMAGED = (StrettoError, OSError)
-_OfOneTenant = OptimStep | DropGradients | SaveTenant | LoadTenant | ExportAdapter | SwapOut
+_OfOneTenant = OptimStep | DropGradients | SaveTenant | LoadTenant | ExportAdapter
 
 
 class Tenants:
@@ -105,22 +100,16 @@ class Tenants:
         self._swap_folder = swap_folder
         # The least recently used come first.
         self._tenants: dict[str, Tenant] = {}
-        self._num_out = self._num_in = 0
-        self._swap_s = 0.0
 
     def execute(self, operation: Operation) -> Done:
         """Execute an operation and answer it.
 
         Raises: an error that is not one tenant's; the rank must end then.
         """
-        start = time.perf_counter()
         results: dict[str, TenantResult] = {}
-        status = None
         match operation:
             case Pass():
                 results = self._pass(operation)
-            case Status():
-                status = self.status()
             case Shutdown():
                 pass
             case CreateTenant():
@@ -129,7 +118,7 @@ class Tenants:
                 results = {operation.tenant: self._remove(operation.tenant)}
             case _:
                 results = {operation.tenant: self._guarded(lambda: self._for_tenant(operation))}
-        return Done(number=operation.number, results=results, status=status, time_s=time.perf_counter() - start)
+        return Done(number=operation.number, results=results)
 
     def __getitem__(self, name: str) -> Tenant:
         """Raises: DataError for a name that no tenant has."""
@@ -147,9 +136,6 @@ class Tenants:
 
     def _for_tenant(self, operation: _OfOneTenant) -> TenantResult:
         tenant = self[operation.tenant]
-        if isinstance(operation, SwapOut):
-            self._move(tenant, operation.place)
-            return TenantResult()
         self._bring_back([tenant.spec.name])
         match operation:
             case OptimStep():
@@ -283,50 +269,14 @@ class Tenants:
         """Move these tenants to the device, and the least recently used ones away if there are too many."""
         for name in names:
             tenant = self._tenants[name] = self._tenants.pop(name)
-            self._move(tenant, "device")
+            tenant.move("device")
         if self._max_resident is None:
             return
         resident = [tenant for tenant in self._tenants.values() if tenant.place == "device"]
         for tenant in resident[: max(len(resident) - self._max_resident, 0)]:
             if tenant.spec.name not in names:
-                self._move(tenant, "disk" if self.mesh.device.type == "cpu" else "host")
-
-    def _move(self, tenant: Tenant, place: Place) -> None:
-        if tenant.place == place:
-            return
-        if place == "disk" and self._swap_folder is None:
-            raise DataError("the trainer has no folder for tenants that are kept on the disk")
-        start = time.perf_counter()
-        is_out = place != "device"
-        tenant.move(place, self._swap_folder)
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-        self._num_out, self._num_in = self._num_out + is_out, self._num_in + (not is_out)
-        self._swap_s += time.perf_counter() - start
-
-    def status(self) -> RankStatus:
-        """Tenants and memory of this rank."""
-        backbone = sum(local_tensor(p).nbytes for p in self.policy.parameters())
-        device = self.mesh.device
-        taken = torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident_bytes()
-        return RankStatus(
-            tenants={name: tenant.memory() for name, tenant in sorted(self._tenants.items())},
-            backbone_bytes=backbone,
-            device_bytes=taken,
-            swaps_out=self._num_out,
-            swaps_in=self._num_in,
-            swap_s=self._swap_s,
-        )
+                tenant.move("disk" if self.mesh.device.type == "cpu" else "host", self._swap_folder)
 
 
 def _size(tenant: Tenant) -> dict[str, float]:
     return {"step": float(tenant.step), "parameters": float(tenant.num_parameters)}
-
-
-def _resident_bytes() -> int:
-    """Memory of this process that is not swapped out; 0 if the system does not report it."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError):
-        return 0
-    return pages * 4096

@@ -6,7 +6,6 @@ model has the model's id and a number, and is answered at once with a future.
 
 from __future__ import annotations
 
-import logging
 import time
 from uuid import uuid4
 
@@ -20,8 +19,6 @@ from stretto_service.hub import USER, Routes, answer, read
 from stretto_service.requests import bodies, protobuf
 from stretto_service.store import Run, Session
 from stretto_service.wires.operations import TenantSpec
-
-logger = logging.getLogger(__name__)
 
 POLL_S = 20.0
 """Longest wait for a future in one request."""

@@ -86,10 +86,6 @@ class Job:
             return not self.body.is_forward_only
         return self.kind == "pass" and not self.body.forward_only
 
-    def reset(self) -> None:
-        """Delete results, so that it can be computed again."""
-        self.scores, self.sums, self.error = {}, {}, None
-
     def work(self, units: Sequence[int]) -> TenantWork:
         """The work of one rank: these micro batches."""
         if self.kind == "batch":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -116,9 +115,6 @@ class Journal:
             seq, kind = self._parts(path)
             if seq <= up_to and not (kind == _RESULT and seq in unsent):
                 path.unlink(missing_ok=True)
-
-    def delete(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _path(self, seq: int, kind: str) -> Path:
         return self._directory / f"{seq:08d}.{kind}"

@@ -106,22 +106,13 @@ class Training:
         """Raises: Refusal 403 if there is no place for one more run of this user."""
         check_place(self._cfg.service, [tenant.run.owner for tenant in self.places.tenants.values()], owner)
 
-    def submit(self, run: Run, kind: str, seq: int, body: bytes) -> Future:
+    async def receive(self, run: Run, kind: str, seq: int, body: bytes) -> Future:
         """Accept a request; returns its future, the same one if it is sent again.
+
+        The body is read, and written to the journal, in a thread, so that no other user waits for it.
 
         Raises: Refusal 400 if it is not valid or its number was used, 423 if the run is frozen, 429 if too many wait.
         """
-        tenant, known = self._check(run, seq, len(body))
-        if known is not None:
-            return known
-        with _refusing(self.places, tenant, seq):
-            job = read_job(run, kind, body, self.limits, seq=seq)
-            self._check_job(tenant, job)
-        tenant.journal.write(seq, kind, body)
-        return self._accept(tenant, job, len(body))
-
-    async def receive(self, run: Run, kind: str, seq: int, body: bytes) -> Future:
-        """`submit`; the body is read, and written to the journal, in a thread, so that no other user waits for it."""
         _, known = self._check(run, seq, len(body))
         if known is not None:
             return known

@@ -170,20 +170,6 @@ class ExportAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     directory: str
 
 
-class SwapOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Move a tenant's tensors into host memory or a file until its next operation."""
-
-    number: int = 0
-    tenant: str
-    place: Literal["host", "disk"] = "host"
-
-
-class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Report the tenants and the memory that they take."""
-
-    number: int = 0
-
-
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End the rank after this operation; nothing is saved."""
 
@@ -192,17 +178,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Operation = (
-    CreateTenant
-    | RemoveTenant
-    | Pass
-    | OptimStep
-    | DropGradients
-    | SaveTenant
-    | LoadTenant
-    | ExportAdapter
-    | SwapOut
-    | Status
-    | Shutdown
+    CreateTenant | RemoveTenant | Pass | OptimStep | DropGradients | SaveTenant | LoadTenant | ExportAdapter | Shutdown
 )
 
 
@@ -224,35 +200,11 @@ class TenantResult(msgspec.Struct, frozen=True, kw_only=True):
     progress: Section | None = None  # of CreateTenant and LoadTenant: the `progress` of SaveTenant
 
 
-class TenantMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of a tenant on one rank."""
-
-    step: int  # steps done
-    rank: int
-    parameters: int
-    place: Literal["device", "host", "disk"]
-    adapter_bytes: int  # weights, their copies for the optimizer, gradients
-    optimizer_bytes: int
-
-
-class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's tenants and memory."""
-
-    tenants: dict[str, TenantMemory]
-    backbone_bytes: int  # of this rank's shards
-    device_bytes: int  # in use on its GPU; without a GPU, the process's resident memory
-    swaps_out: int = 0
-    swaps_in: int = 0
-    swap_s: float = 0.0  # time spent moving tenants
-
-
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One rank has executed an operation; results by tenant."""
 
     number: int
     results: dict[str, TenantResult] = {}
-    status: RankStatus | None = None
-    time_s: float = 0.0
 
 
 class RankFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -25,10 +25,10 @@ from stretto import state
 from stretto.base import process
 from stretto.base.errors import ConfigError, EngineError
 from stretto.base.ports import open_near
+from stretto.config.sections.inference import KEY_VAR
 from stretto_view.page.library import OpenRun
 
 IDLE_S = 600.0
-KEY_VAR = "VLLM_API_KEY"
 OFF = "this page has no chat; one with a chat asks for a token: stretto view {run} --chat"
 _MOST_BYTES = 1_000_000
 _WAIT_S = 120.0  # until the first word: engines that share devices with the trainer sleep while it trains

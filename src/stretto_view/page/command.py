@@ -18,7 +18,7 @@ from aiohttp import web
 
 from stretto import state
 from stretto.base.errors import ConfigError
-from stretto.base.ports import in_url, open_near
+from stretto.base.ports import in_url, is_loopback, open_near
 from stretto.config.reading.plain import PlainParser
 from stretto_view.page.app import build
 from stretto_view.page.library import Library
@@ -118,11 +118,6 @@ def _why(error: OSError | OverflowError) -> str:
     if error.errno == errno.EACCES:
         return "ports below 1024 are for root; give another"
     return f"{error.strerror or error}; give an address of this machine, or another port"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def address(listener: socket.socket, token: str) -> str:

@@ -17,13 +17,13 @@ from stretto.base.files import holder
 from stretto.base.paths import RunDir
 from stretto.base.secret import load_secret
 from stretto.chat.tokenizer import Tokenizer, load_tokenizer
+from stretto.config.sections.inference import KEY_VAR
 from stretto.monitors.file import MetricsTail
 from stretto_python.run import Run
 from stretto_view.page import logs
 
 logger = logging.getLogger(__name__)
 
-_KEY_VAR = "VLLM_API_KEY"
 _RESCAN_S = 5.0
 ROLES = ("orchestrator", "trainer", "sft", "evals", "eval")
 """The metrics files of a run; if two have the same metric, the first of them in this list is used."""
@@ -78,7 +78,7 @@ class OpenRun(Run):
             return [], None
         client = (settings.get("orchestrator") or {}).get("client") or {}
         named = client.get("base_url") or []
-        key = (settings.get("inference") or {}).get("api_key") or os.environ.get(client.get("api_key_var") or _KEY_VAR)
+        key = (settings.get("inference") or {}).get("api_key") or os.environ.get(client.get("api_key_var") or KEY_VAR)
         if not key and self.dir.secret.exists():
             key = load_secret(self.dir).text_key("inference.api_key")
         own = [named] if isinstance(named, str) else list(named)

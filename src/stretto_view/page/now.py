@@ -18,6 +18,7 @@ from typing import Any
 from stretto import state
 from stretto.base.errors import StrettoError
 from stretto.base.files import read_json
+from stretto.base.ports import open_url
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.catalog import find_metric
 from stretto.monitors.file import newest_rows
@@ -192,7 +193,7 @@ def _engine(run: OpenRun, address: str, key: str | None) -> dict[str, Any]:
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with _no_proxy.open(request, timeout=_ENGINE_TIMEOUT_S) as answer:
+        with open_url(request, _ENGINE_TIMEOUT_S) as answer:
             text = answer.read(1_000_000).decode(errors="replace")
     except (OSError, ValueError, http.client.HTTPException) as error:
         return {"address": address, "error": f"does not answer: {error}"}
@@ -227,7 +228,6 @@ def _rate(run: OpenRun, address: str, sampled: float | None) -> float | None:
 
 _MOST_ENGINES = 64
 _ENGINE_TIMEOUT_S = 0.5
-_no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def machine(path: Path) -> dict[str, Any]:

@@ -42,9 +42,9 @@ def _typed(flags: Values, name: str) -> str:
     return flags.given.get(name, default)
 
 
-def _needs(name: str, other: str, rest: str = "", text: str = "{0} needs {1}") -> Clash:
+def _needs(name: str, other: str, rest: str = "") -> Clash:
     """The first flag is given, and the other is not."""
-    return Clash(f"{name} {other}", lambda v: v.has(name) and not v.has(other), text + rest)
+    return Clash(f"{name} {other}", lambda v: v.has(name) and not v.has(other), "{0} needs {1}" + rest)
 
 
 def _idle(name: str, other: str, rest: str = "") -> Clash:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stretto.base.errors import ConfigError
-from stretto.check.degrees import find_degrees, read_shape
+from stretto.check.degrees import divisors, find_degrees, read_shape
 from stretto.check.models import check_family, find_model
 from stretto.config.sections.model import ModelSection
 from stretto.config.sections.trainer import MegatronSection
@@ -122,15 +122,11 @@ def splits_tokens(flags: Values, mesh: Axes) -> bool:
 
 def _candidates(typed: Axes, ep: int, ranks: int, flags: Values, num_experts: int) -> Iterator[Axes]:
     """Meshes of these ranks, the nearest to what was typed first."""
-    for fewer in _divisors(typed.tp):
-        for more in _divisors(typed.cp * typed.tp // fewer):
+    for fewer in reversed(divisors(typed.tp)):
+        for more in reversed(divisors(typed.cp * typed.tp // fewer)):
             if more % typed.cp == 0 or typed.cp % more == 0:
                 most = math.gcd(ep, ranks // (1 if splits_tokens(flags, Axes(fewer, more, ep)) else fewer))
-                yield from (Axes(fewer, more, each) for each in (_divisors(most) if num_experts else [most]))
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(number, 0, -1) if number % n == 0]
+                yield from (Axes(fewer, more, each) for each in reversed(divisors(most) if num_experts else [most]))
 
 
 def notes(flags: Values) -> Iterator[str]:

@@ -181,7 +181,7 @@ def answer(flag: Flag, option: str, value: Any, typed: str) -> str | None:
 
     Raises: ConfigError for a value that would change what is learned.
     """
-    if _is_default(flag, option, value):
+    if _is_default(flag, value):
         return None
     found = answer_of(option)
     if found is None or found.is_refused:
@@ -196,7 +196,7 @@ def answer_of(option: str) -> Answer | None:
     return next((each for each in ANSWERS if each.is_about(name)), None)
 
 
-def _is_default(flag: Flag, option: str, value: Any) -> bool:
+def _is_default(flag: Flag, value: Any) -> bool:
     if flag.takes == "nothing":
         return value is False  # the other form of a switch that is off
     if isinstance(value, list) and not isinstance(flag.default, list):

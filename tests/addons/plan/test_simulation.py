@@ -118,7 +118,7 @@ def test_lengths_and_waits_of_a_run_are_found_in_its_ledger(tmp_path, turns) -> 
     found = costs(tmp_path, max_async_level=1)
     run = tmp_path / "run"
     asked = _simulated_config(found, run, 20, 1.0)
-    run_virtual(_run(asked, found, given, 1.0, 2, 0))
+    run_virtual(_run(asked, found, given, 1.0, 2))
     read = workload_of_run(asked.run_dir.path)
     assert read.reply_tokens.mean == pytest.approx(given.reply_tokens.mean, rel=0.1)
     assert read.turns.mean == turns and read.signal == 1.0

@@ -44,6 +44,11 @@ def test_what_it_cannot_train_or_serve_is_refused_before_it_starts(tmp_path: Pat
         planned(config(tmp_path, *arguments))
 
 
+def test_the_seed_of_samples_is_the_engines(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--seed 3: .*--inference\.seed"):
+        config(tmp_path, "--seed", "3")
+
+
 def test_it_has_one_place_and_an_embedded_engine_without_adapters(tmp_path: Path) -> None:
     cfg = config(tmp_path, "--service.max-concurrent-runs", "4")
     assert cfg.service.num_places == 1

@@ -54,7 +54,7 @@ def logged(section: MonitorsSection, run: RunDir, steps, *, resumed: int | None 
         monitors.log(step, {"reward/mean": step / 10, "eval/a/sampled/avg@4": 0.5, "note": "text"})
     monitors.log_table(steps[-1], "eval/samples", ROWS)
     monitors.log_histograms(steps[-1], {"rewards": np.arange(101.0)})
-    names = monitors.names
+    names = list(monitors._monitors)
     monitors.close(timeout_s=60)
     assert len(names) == 2, "the tracker has failed"
 

@@ -16,7 +16,7 @@ from test_mlflow_swanlab import picture
 from stretto.base.paths import RunDir
 from stretto.config.sections.monitors import MonitorsSection, TensorboardSection, TrackioSection, WandbSection
 from stretto.monitors.base import build_monitors
-from stretto_trackers.wandb import _run_id
+from stretto_trackers import run_id
 
 SAMPLES = [{"reward": 0.5, "reply": "<user>2 | 3?\n5"}]
 DISTRIBUTIONS = {"reward/distribution": np.array([0.0, 0.5, 1.0, 1.0])}
@@ -47,7 +47,7 @@ def test_tensorboard_files_hold_what_was_logged(run_dir: RunDir) -> None:
         monitors = build_monitors(section, run_dir, "trainer", "run", resumed_step=resumed_step)
         for step in steps:
             monitors.log(step, {"loss": step / 2 + 10 * (resumed_step is not None), "note": "text"})
-        assert monitors.names == ["file", "tensorboard"]
+        assert list(monitors._monitors) == ["file", "tensorboard"]
         monitors.log_table(6, "eval/samples", SAMPLES)
         monitors.log_histograms(6, DISTRIBUTIONS)
         monitors.close()
@@ -119,5 +119,5 @@ def test_the_run_of_wandb_keeps_its_id_and_gets_one_if_a_power_cut_took_it(tmp_p
     path = tmp_path / "wandb_id"
     if left is not None:
         path.write_text(left)
-    first = _run_id(path)
-    assert first and _run_id(path) == first
+    first = run_id(path)
+    assert first and run_id(path) == first

@@ -75,7 +75,7 @@ def test_a_run_obeys_the_mode_of_the_environment(home: Path, monkeypatch, mode: 
     run = RunDir(home / "run")
     monitors = build_monitors(MonitorsSection(wandb=WandbSection()), run, "orchestrator", "run")
     monitors.log(1, {"loss": 1.0})
-    assert monitors.names == ["file", "wandb"]
+    assert list(monitors._monitors) == ["file", "wandb"]
     monitors.close(timeout_s=60)
     assert len(list(run.path.glob("wandb/offline-run-*/*.wandb"))) == num_files
 
@@ -89,7 +89,7 @@ def test_a_training_run_has_one_name_in_a_tracker_and_evals_beside_it_another(ho
 def test_a_process_whose_metrics_another_one_sends_has_no_tracker(home: Path) -> None:
     section = MonitorsSection(wandb=WandbSection(), trackio=TrackioSection())
     monitors = build_monitors(section, RunDir(home / "run"), "trainer", "run", has_trackers=False)
-    assert monitors.names == ["file"] and not monitors.has_trackers
+    assert list(monitors._monitors) == ["file"] and not monitors.has_trackers
     monitors.log(1, {"loss": 0.5})
     monitors.close()
     rows = [*map(json.loads, RunDir(home / "run").metrics("trainer").read_text().splitlines())]
@@ -110,9 +110,9 @@ def test_a_tracker_that_cannot_start_ends_the_start_of_a_new_run_only(home: Path
         "[monitors.trackio] cannot start: RuntimeError: no space in its database; mend this or remove the section."
     )
     resumed = build_monitors(section, RunDir(home / "old"), "orchestrator", "run", resumed_step=3)
-    while "trackio" in resumed.names:
+    while "trackio" in resumed._monitors:
         resumed.log(4, {"loss": 1.0})
-    assert resumed.names == ["file"] and "no space in its database" in caplog.text
+    assert list(resumed._monitors) == ["file"] and "no space in its database" in caplog.text
     resumed.close()
 
 

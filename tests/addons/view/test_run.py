@@ -138,7 +138,7 @@ def test_a_picture_that_cannot_be_written_and_a_wrong_number_are_refused(
             plot([str(path), "--out", str(tmp_path / name)])
     for flag in ("--best", "--worst", "--limit"):
         for number in ("0", "-1", "many"):
-            with pytest.raises(ConfigError, match="is not a number of rollouts; give 1 or more"):
+            with pytest.raises(ConfigError, match="give at least 1"):
                 rollouts([str(path), f"{flag}={number}"])
 
 

@@ -58,7 +58,7 @@ class Command:
     def left(self) -> list[object]:
         """What is left of it: processes, shared memory, temporary files."""
         files = [path for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")]
-        shared = [name for name in os.listdir(keeper.SHARED) if self.run.path.name in name]
+        shared = [name for name in os.listdir(keeper.SHARED_MEMORY) if self.run.path.name in name]
         return [*keeper.marked_processes(self._mark), *files, *shared]
 
 

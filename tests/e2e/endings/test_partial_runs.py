@@ -135,8 +135,8 @@ def test_older_tokens_of_an_asynchronous_run_are_masked_after_a_stop(settings: d
     ended = rl(tmp_path, asynchronous, "--resume")
     assert ended.summary()["steps"] == 6 and audit(run) == []
     with ended.ledger() as ledger:
-        life = ledger.incarnations()[-1]["incarnation"]
-        step = ledger.incarnations()[-1]["resumed_step"]
+        life = ledger.rows("SELECT * FROM incarnations")[-1]["incarnation"]
+        step = ledger.rows("SELECT * FROM incarnations")[-1]["resumed_step"]
         rows = ledger.rows("SELECT * FROM live_rollouts WHERE incarnation = ?", life)
         branches = [b for row in rows for b in ledger.group(row["group_id"]).rollouts[row["member"]].branches]
     continued = [branch for branch in branches if branch.trained_from is not None]

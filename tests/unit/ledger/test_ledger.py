@@ -141,8 +141,7 @@ def test_a_resume_reuses_finished_groups_and_undoes_later_steps(run_dir: RunDir)
     run.close()  # killed here; the checkpoint is that of step 2
 
     run = Run(run_dir, resumed_step=2)
-    rewound = run.ledger.rewind(2)
-    assert (rewound.batches, rewound.rollouts_lost) == (1, 2 * MEMBERS)
+    assert run.ledger.rewind(2) == 2 * MEMBERS
     reusable = run.ledger.resumable(2, oldest_version=0)
     assert [g.group_id for g in reusable] == [4, 5]  # trained in the undone step 3, sampled from version 2
     assert all(same_group(g, group(g.group_id, 2)) for g in reusable)
@@ -159,7 +158,7 @@ def test_a_resume_reuses_finished_groups_and_undoes_later_steps(run_dir: RunDir)
     assert audit(run_dir) == []
     with LedgerReader(run_dir) as reader:
         assert num_reused(reader) == 2 * MEMBERS
-        assert [i["resumed_step"] for i in reader.incarnations()] == [None, 2]
+        assert [i["resumed_step"] for i in reader.rows("SELECT * FROM incarnations")] == [None, 2]
         assert len(reader.rows("SELECT * FROM batches WHERE state = 'undone'")) == 1
 
 
@@ -282,8 +281,7 @@ def test_a_second_rewind_changes_nothing(run_dir: RunDir) -> None:
     run = Run(run_dir)
     run.ledger.rewind(1)
     first = [g.group_id for g in run.ledger.resumable(1, 0)]
-    again = run.ledger.rewind(1)
-    assert (again.batches, again.rollouts_lost) == (0, 0)
+    assert run.ledger.rewind(1) == 0
     assert [g.group_id for g in run.ledger.resumable(1, 0)] == first == [2, 3]
     run.close()
 

@@ -78,7 +78,7 @@ def test_twenty_kills_leave_a_clean_ledger_with_readable_payloads(tmp_path: Path
     Ledger(run_dir).close()
     assert audit(run_dir) == []
     with LedgerReader(run_dir) as reader:
-        assert len(reader.incarnations()) == 20
+        assert len(reader.rows("SELECT * FROM incarnations")) == 20
         batches = reader.batches()
         assert batches and all(len(reader.trained_rollouts(batch["step"])) == 8 for batch in batches)
         for row in reader.rows("SELECT DISTINCT group_id FROM draws WHERE state = 'finished'"):

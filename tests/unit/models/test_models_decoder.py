@@ -143,7 +143,7 @@ def test_config_survives_the_way_through_config_json():
 def test_config_of_transformers_4_is_understood():
     hf = to_hf(build_policy().config)
     old = {k: v for k, v in hf.items() if k != "rope_parameters"} | {"rope_theta": 5e5, "rope_scaling": None}
-    assert parse_config(old, "test").rope_theta == 5e5
+    assert parse_config(old, "test").rope.theta == 5e5
     scaled = old | {"rope_scaling": {"type": "linear", "factor": 3.0}}
     assert parse_config(scaled, "test").rope.factor == 3.0
 

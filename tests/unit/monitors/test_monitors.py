@@ -154,7 +154,7 @@ def test_a_tracker_that_cannot_start_is_dropped_with_its_cause(caplog: pytest.Lo
         raise RuntimeError("not logged in")
 
     monitors = Monitors({"tracker": BackgroundMonitor("tracker", build)})
-    while monitors.names:
+    while monitors._monitors:
         monitors.log(1, {})
     monitors.close()
     assert "not logged in" in caplog.text

@@ -6,7 +6,7 @@ A message names the word, what is wanted, and the flag that was meant or those t
 from __future__ import annotations
 
 import re
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -163,6 +163,13 @@ def meant_flag(name: str, known: Sequence[str]) -> str:
     if near := begins if len(spelled) > 4 and begins else difflib.get_close_matches(spelled, long, n=1) or begins:
         return f"did you mean {near[0]}?"
     return f"there are {', '.join(flag for flag in long if flag != '--listen-fd')}"
+
+
+def count(text: str) -> int:
+    """The type of an argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text}: give at least 1, a whole number")
+    return int(text)
 
 
 def _placeholder(action: Action) -> str:

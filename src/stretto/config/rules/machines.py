@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from stretto.base.ports import LOOPBACK, is_loopback
 from stretto.config.root import InferenceConfig, RLConfig, SFTConfig
 from stretto.config.rules.batches import urls
 from stretto.config.rules.rule import (
@@ -23,7 +23,6 @@ from stretto.config.rules.rule import (
 )
 from stretto.config.sections.inference import InferenceSection
 
-LOOPBACK = "127.0.0.1"
 HOST = re.compile(r"[\w.-]+|(?=.*:.*:)[\da-fA-F:.]+(%[\w.-]+)?")
 """A name or an address of a machine, those of IPv6 without brackets."""
 GPU_KEYS = {  # per part of a run: the ids of its GPUs, and their number
@@ -378,14 +377,6 @@ def hosts(cfg: Any, at: At) -> Problems:
         if is_loopback(host) and not all(map(is_loopback, given)):
             rule = f"node {node}, {host}, is reached by its own machine alone, and others are elsewhere"
             yield Problem(key, f"{key.path}: {rule}; give the address at which they reach it")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only the machine itself reaches this address."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def node_rank(cfg: Any, at: At) -> Problems:

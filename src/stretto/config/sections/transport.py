@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from stretto.base.files import SHARED_MEMORY
 from stretto.config.section import Section
 
 
@@ -42,7 +43,7 @@ class DeltaSection(Section):
     """All weights are sent where the changes since all were sent last are more than this part of them."""
     max_links: int = Field(16, ge=1)
     """Changes sent one after another before all weights are sent again; an engine that is started anew reads all."""
-    directory: Path = Path("/dev/shm")
+    directory: Path = SHARED_MEMORY
     """Where each engine host keeps one copy of the weights, to which changes are applied."""
 
 

@@ -102,17 +102,14 @@ def main() -> None:
     except BaseException as cause:  # the boundary of a foreign module: it may even call sys.exit
         if isinstance(cause, KeyboardInterrupt):
             raise
-        error = cause if isinstance(cause, StrettoError) else _foreign_error(opening.env_id, cause)
+        where = f"environment {opening.env_id!r}"
+        error = cause if isinstance(cause, StrettoError) else ConfigError(f"{where}: {describe_error(cause)}")
         logger.exception("cannot build %s", opening.env_id)
         wire.sendall(packed(OpenFailed(kind=error_kind(error), text=str(error))))
         return
     worker = Worker(env, sources, alarm, opening.hang_timeout_s, opening.models)
     RemoteModel.worker = worker
     asyncio.run(worker.run(wire, ready))
-
-
-def _foreign_error(env_id: str, cause: BaseException) -> StrettoError:
-    return ConfigError(f"environment {env_id!r}: {describe_error(cause)}")
 
 
 def build(opening: Open) -> tuple[Environment, dict[str, TaskSource], Ready]:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
+from stretto.base.ports import LOOPBACK
 from stretto.base.secret import Secret
 from stretto.check.nodes import check_hosts
 from stretto.config.root import RLConfig
@@ -49,7 +50,6 @@ from stretto.launch.plan.processes import (
 )
 from stretto.launch.plan.specs import EnginesPlan
 
-LOOPBACK = "127.0.0.1"
 IDLE = "GPUs of the nodes are given to nobody"
 MAX_IDLE_NODES = 4
 """Nodes with idle GPUs that a note names."""

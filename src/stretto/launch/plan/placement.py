@@ -105,7 +105,7 @@ def local_engines(cfg: RLConfig) -> EnginesPlan | None:
 
 
 def with_engine_ports(
-    cfg: RLConfig, engines: EnginesPlan | None, ports: PortClaims, notes: list[str]
+    cfg: RLConfig, engines: EnginesPlan | None, ports: PortClaims
 ) -> tuple[RLConfig, EnginesPlan | None]:
     """Find free ports for engines behind a router, and set all addresses in the orchestrator's config."""
     if engines is None or cfg.inference is None:

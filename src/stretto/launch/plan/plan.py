@@ -225,7 +225,7 @@ def plan(
     engines = local_engines(cfg)
     with contextlib.ExitStack() as stack:
         claims = stack.enter_context(contextlib.closing(PortClaims())) if ports is None else ports
-        cfg, engines = with_engine_ports(cfg, engines, claims, notes)
+        cfg, engines = with_engine_ports(cfg, engines, claims)
         rendezvous = [
             free_port("rendezvous", "127.0.0.1", RENDEZVOUS_PORT, False, claims)
             for _ in range(1 + bool(cfg.num_critic_ranks))

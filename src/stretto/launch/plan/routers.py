@@ -12,13 +12,12 @@ from urllib.parse import urlsplit
 
 from stretto import addons
 from stretto.base.errors import ConfigError
-from stretto.base.ports import address_towards, in_url
+from stretto.base.ports import LOOPBACK, address_towards, in_url
 from stretto.config.sections.engines import MultiNode, RouterSection
 from stretto.config.sections.inference import InferenceSection
 from stretto.launch.plan.specs import EngineSpec, HelperSpec
 
 GROUP = "stretto.routers"
-LOOPBACK = "127.0.0.1"
 Engines = Sequence[EngineSpec]
 Hosts = Sequence[str]
 

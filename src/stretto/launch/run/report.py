@@ -32,7 +32,7 @@ from stretto.launch.plan.processes import ProcessSpec
 from stretto.launch.plan.table import resume_text
 from stretto.ledger.audit import report_of
 from stretto.ledger.schema import is_damaged
-from stretto.monitors.file import moving_mean, read_metrics
+from stretto.monitors.file import is_number, moving_mean, read_metrics
 from stretto.monitors.purse import Purse, amounts_of_summary, larger_bounds, used_by_metrics
 
 logger = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ class Curve:
     def read(cls, run: RunDir) -> Curve:
         """Read the curve of a run from its metrics file; repeated steps of a resumed run count once."""
         rows = read_metrics(run.metrics("orchestrator"))
-        trained = [(row["step"], row["reward/mean"]) for row in rows if _is_number(row.get("reward/mean"))]
+        trained = [(row["step"], row["reward/mean"]) for row in rows if is_number(row.get("reward/mean"))]
         return cls(
             steps=[step for step, _ in trained],
             rewards=[reward for _, reward in trained],
@@ -345,14 +345,10 @@ def _eval_points(rows: Sequence[Mapping[str, Any]], mode: str) -> list[tuple[int
     name = re.compile(rf"eval/.+/{mode}/mean")
     points = []
     for row in rows:
-        values = [value for key, value in row.items() if name.fullmatch(key) and _is_number(value)]
+        values = [value for key, value in row.items() if name.fullmatch(key) and is_number(value)]
         if values:
             points.append((row["step"], sum(values) / len(values)))
     return points
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _draw_points(

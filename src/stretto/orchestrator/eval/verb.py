@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -20,7 +19,7 @@ from stretto.config.root import EvalConfig, InferenceConfig
 from stretto.config.sections.inference import KEY_VAR
 from stretto.data.hub_model import fetch
 from stretto.envs.base import tasks_of
-from stretto.monitors.base import build_monitors
+from stretto.monitors.base import MONITOR_CLOSE_S, build_monitors
 from stretto.orchestrator.beside import open_beside
 from stretto.orchestrator.build import build_eval_renderer, open_env, run_info
 from stretto.orchestrator.clients import build_chat, build_engines
@@ -31,10 +30,6 @@ from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
 
 Config = TypeVar("Config", bound=EvalConfig)
-
-logger = logging.getLogger(__name__)
-
-MONITOR_CLOSE_S = 10.0
 
 
 def main(cfg: EvalConfig) -> int:

@@ -158,7 +158,7 @@ class Recorder(RolloutContext):
         member: int,
         attempt: int,
         *,
-        budget: Budget | None = None,
+        budget: Budget,
         name: str = POLICY,
         is_trained: bool = True,
         partial: PartialRollout | None = None,
@@ -173,7 +173,7 @@ class Recorder(RolloutContext):
         first_seed: of the first turn, if it is not derived from the rollout. lane: 0, or the number of this recorder
         among those for requests of the same agent that run side by side.
         """
-        self.budget = budget or Budget(EpisodeLimits())
+        self.budget = budget
         self.name, self.is_trained = name, is_trained
         self._stream = f"{name}#{lane}" if lane else name  # the name of these turns, unique in the episode
         self._lanes: list[Recorder] = [self]  # for requests of this agent that run side by side

@@ -414,7 +414,7 @@ class Loop:
         async with self._trainer_changed:
             self._is_trainer_gone = True
             self._trainer_changed.notify_all()
-        if not self._is_complete():
+        if not self.was_stopped and self.progress.step != self.cfg.max_steps:
             raise EngineError(f"the trainer ended after step {self.progress.step}, before the run did; see its log")
 
     async def _on_step_done(self, done: StepDone) -> None:
@@ -437,9 +437,6 @@ class Loop:
             self._trainer_changed.notify_all()
 
     # -- the end --
-
-    def _is_complete(self) -> bool:
-        return self.was_stopped or self.progress.step == self.cfg.max_steps
 
     async def _wait_for_last_step(self, loading: asyncio.Task[None]) -> None:
         """Wait until all shipped batches are trained.

@@ -130,7 +130,7 @@ def prepare_cursor(
         return _begin_ledger(ledger, buffer, mix, progress, info, cfg.run_dir)
     if _is_new_run(cfg):
         ledger.begin_after(progress.step)  # raises: the ledger is not new
-    num_lost = ledger.rewind(progress.step).rollouts_lost
+    num_lost = ledger.rewind(progress.step)
     _restore_lost_draws(ledger, mix, progress, cfg.run_dir)
     oldest_version = buffer.oldest_version
     num_reused = 0

@@ -12,7 +12,6 @@ compared too:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,7 +25,6 @@ from stretto.transports.engine.client import CanaryScores
 if TYPE_CHECKING:
     from jaxtyping import Float32
 
-logger = logging.getLogger(__name__)
 
 ROUNDING_MARGIN = 3.0
 """Factor on the trainer's estimate of 8-bit rounding, which leaves out the experts' second product."""

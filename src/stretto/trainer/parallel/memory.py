@@ -10,7 +10,6 @@ A mixture that is computed again uses the experts that it chose the first time (
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import weakref
@@ -33,8 +32,6 @@ from stretto.models.hf import Policy
 from stretto.models.moe import MoE
 from stretto.models.parts.mlp import MLP, PlainMLP
 from stretto.trainer.ranks.mesh import training_device
-
-logger = logging.getLogger(__name__)
 
 Method = tuple[nn.Module, str]
 """A module and the name of one of its methods."""

@@ -68,10 +68,10 @@ _LONGEST_SALT = 128  # characters
 class Refusal(StrettoError):
     """Answers a request with an error: an HTTP status, and a message for its sender."""
 
-    def __init__(self, message: str, status: int = 400, *, kind: str | None = None) -> None:
+    def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
-        self.kind = kind or HTTPStatus(status).phrase.replace(" ", "").removesuffix("Error") + "Error"
+        self.kind = HTTPStatus(status).phrase.replace(" ", "").removesuffix("Error") + "Error"
 
     def body(self) -> bytes:
         return msgspec.json.encode({"error": {"message": str(self), "type": self.kind, "code": self.status}})

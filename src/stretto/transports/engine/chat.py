@@ -23,9 +23,6 @@ from stretto.transports.engine import api, http
 if TYPE_CHECKING:
     from jaxtyping import Int32
 
-_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 5.0
-
 
 class ChatClient:
     """One OpenAI-compatible server; base_url is for example http://host/v1."""
@@ -103,7 +100,7 @@ class ChatClient:
                         break
                     except http.Transient as error:
                         cause = str(error)
-                        await asyncio.sleep(_BACKOFF_S)
+                        await asyncio.sleep(http.BACKOFF_S)
         except TimeoutError:
             raise EngineError(f"not ready after {timeout_s:g} s: {cause}") from None
         except EngineError as error:
@@ -200,13 +197,13 @@ class ChatClient:
             try:
                 return await self._once("POST", "/chat/completions", body)
             except http.Full:  # does not count as an attempt; timeout_s limits the waiting
-                await asyncio.sleep(random.uniform(0.5, 1.5) * min(_BACKOFF_S * 2**waits, _MAX_BACKOFF_S))
+                await asyncio.sleep(random.uniform(0.5, 1.5) * http.backoff_s(waits))
                 waits += 1
                 continue
             except http.Transient as error:
                 if attempt >= self.max_retries:
                     raise EngineError(f"generate {request_id}: {error} (after {attempt + 1} attempts)") from error
-            await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
+            await asyncio.sleep(http.backoff_s(attempt))
             attempt += 1
 
     async def _once(self, method: str, path: str, body: bytes | None = None) -> dict[str, Any]:

@@ -71,7 +71,6 @@ class EngineClient:
         self._http = http.Connections(fixed | dict(headers or {}), has_router=self._is_routed)
         self._manifest: WeightManifest | None = None  # of the newest version
         self._receivers: dict[str, updates.Receivers] = {}
-        self.recovery_timeout_s = recovery_timeout_s
         self._load_between_steps: set[str] = set()  # engines that load weights between two steps
         self._asleep: set[str] = set()  # those of api.SLEEP_TAGS whose memory engines have freed
         self._sleep_level: int | None = None  # of the last sleep; None: engines never slept

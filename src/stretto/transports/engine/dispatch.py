@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 FULL_S = 0.2
 """Pause before a request that found its engine full is sent again."""
-_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 5.0
 _UNAVAILABLE_S = 0.5
 
 
@@ -130,7 +128,7 @@ class Dispatch:
         logger.warning("%s: %s; trying again", what, error)
         if isinstance(error, http.Lost):
             self._fleet.suspect(url)
-        await asyncio.sleep(min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S))
+        await asyncio.sleep(http.backoff_s(attempt))
         await self._fleet.wait_for_any()
 
     async def _attempt(

@@ -21,11 +21,17 @@ from stretto.transports.engine.connection import (
     target_of,
 )
 
+BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 _TRY_AGAIN = (408, 409)
 """408: timed out on the way; 409: the engine has not noticed yet that the request's last connection is closed."""
 _REFUSED = (400, 413, 422)
 _NO_ENGINE = (b"Model not found", b"no generate-capable model is registered")
 """In answers of routers that have no engine for a request."""
+
+
+def backoff_s(attempt: int) -> float:
+    """Seconds to wait after a failed attempt, counted from 0."""
+    return min(BACKOFF_S * 2.0**attempt, _MAX_BACKOFF_S)
 
 
 class RequestRefused(EngineError):

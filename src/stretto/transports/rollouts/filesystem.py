@@ -9,7 +9,6 @@ distinguish current files from those of an earlier incarnation of the run.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import shutil
 import time
@@ -24,8 +23,6 @@ from stretto.config.sections.transport import FilesystemRollouts
 from stretto.records.codec import decode_blob, encode_blob
 from stretto.records.sample import TrainBatch
 from stretto.transports.rollouts.delivery import StepGate, check_batches
-
-logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.1
 

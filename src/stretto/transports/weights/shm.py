@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stretto.base.errors import EngineError, WireError
-from stretto.base.files import PUBLISHED, open_locked, remove_unowned
+from stretto.base.files import PUBLISHED, SHARED_MEMORY, open_locked, remove_unowned
 from stretto.records.weight_manifest import TensorEntry, WeightManifest
 from stretto.transports.weights.checksum import BLOCK, Checksum
 from stretto.transports.weights.filesystem import MappedReceiver, read_pages
@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from jaxtyping import UInt8
 
 logger = logging.getLogger(__name__)
-
-SHM_DIR = Path("/dev/shm")
-
 
 STEP_BYTES = 1 << 30
 """While a first version is written, its file grows by its own size, and by at most this."""
@@ -156,7 +153,9 @@ class ShmFile:
 class ShmPublisher:
     """Publishes into files `stretto-weights-<run>-<random>-<n>`."""
 
-    def __init__(self, run_id: str, directory: Path = SHM_DIR, *, num_files: int = 2, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(
+        self, run_id: str, directory: Path = SHARED_MEMORY, *, num_files: int = 2, ranks: Ranks = ONE_RANK
+    ) -> None:
         """num_files: number of versions that are expected to be held at once."""
         if not directory.is_dir():
             raise EngineError(f'{directory} does not exist here; use weight_broadcast.type = "filesystem".')

@@ -28,6 +28,7 @@ from stretto.base.paths import RunDir
 from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.models.lora import load_adapter
 from stretto.trainer.state import checkpoint
+from stretto_service.tenants.tenant import Tenant
 from stretto_service.wires.operations import (
     AdamSettings,
     CreateTenant,
@@ -38,8 +39,6 @@ from stretto_service.wires.operations import (
     Pass,
     RemoveTenant,
     SaveTenant,
-    Status,
-    SwapOut,
     TenantSpec,
     TenantWork,
 )
@@ -266,7 +265,16 @@ def test_an_exported_adapter_is_what_peft_and_engines_load(tmp_path):
         assert torch.equal(a, weights[f"{path}lora_A"]) and torch.equal(b, weights[f"{path}lora_B"])
 
 
-def test_more_tenants_than_fit_wait_elsewhere_and_train_as_if_they_had_not(tmp_path):
+def held_by(tenant: Tenant) -> tuple[int, int]:
+    """Bytes of a tenant's weights and gradients, and of its optimizer's state without its step counts."""
+    weights = [each for _, _, p in tenant._parameters() for each in (p, p.grad) if each is not None]
+    state = [value for values in tenant.optimizer.state.values() for value in values.values() if value.dim()]
+    return sum(each.nbytes for each in weights), sum(each.nbytes for each in state)
+
+
+def test_more_tenants_than_fit_wait_elsewhere_and_train_as_if_they_had_not(tmp_path, monkeypatch):
+    moves, move = [], Tenant.move
+    monkeypatch.setattr(Tenant, "move", lambda self, to, *a: (moves.append((self.place, to)), move(self, to, *a)))
     some = cases(5)
     few, all_ = build_tenants("dense", max_resident=2, swap_folder=tmp_path), build_tenants("dense")
     create(few, some)
@@ -275,13 +283,11 @@ def test_more_tenants_than_fit_wait_elsewhere_and_train_as_if_they_had_not(tmp_p
         for case in some:
             train(few, [case], [step])
             train(all_, [case], [step])
-    status = few.execute(Status(number=1)).status
-    places = [memory.place for memory in status.tenants.values()]
-    assert places == ["disk", "disk", "disk", "device", "device"]
-    assert status.swaps_in >= 12 and status.swap_s > 0 and len(list(tmp_path.iterdir())) == 3
-    waiting, here = status.tenants["run-0"], status.tenants["run-4"]
-    assert waiting.adapter_bytes == 0 and here.adapter_bytes >= 4 * here.parameters
-    assert here.optimizer_bytes >= 8 * here.parameters
+    assert [few[case.spec.name].place for case in some] == ["disk", "disk", "disk", "device", "device"]
+    assert moves.count(("disk", "device")) >= 12 and len(list(tmp_path.iterdir())) == 3
+    waiting, here = few["run-0"], few["run-4"]
+    weights, state = held_by(here)
+    assert held_by(waiting)[0] == 0 and weights >= 4 * here.num_parameters and state >= 8 * here.num_parameters
     for case in some:
         few.execute(DropGradients(number=1, tenant=case.spec.name))  # brings it back
         assert_equal(weights_of(few, case.spec.name), weights_of(all_, case.spec.name))
@@ -292,14 +298,14 @@ def test_more_tenants_than_fit_wait_elsewhere_and_train_as_if_they_had_not(tmp_p
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_gradients_wait_with_their_tenant(place, tmp_path):
     case = cases(1)[0]
-    moved, stayed = build_tenants("dense", swap_folder=tmp_path), build_tenants("dense")
+    moved, stayed = build_tenants("dense"), build_tenants("dense")
     work = TenantWork(tenant="run-0", micro_batches=tuple(batch_of(case, 0)[0]), loss=case.loss)
     for tenants in (moved, stayed):
         create(tenants, [case])
         tenants.execute(Pass(number=1, works=(work,)))
         if tenants is moved:
-            done = tenants.execute(SwapOut(number=2, tenant="run-0", place=place)).results["run-0"]
-            assert done.error is None
+            tenants["run-0"].move(place, tmp_path)
+            assert tenants["run-0"].place == place
         tenants.execute(OptimStep(number=3, tenant="run-0"))
     assert_equal(weights_of(moved, "run-0"), weights_of(stayed, "run-0"))
 

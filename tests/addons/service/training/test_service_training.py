@@ -145,14 +145,14 @@ async def test_a_number_far_ahead_is_not_taken(open_training: Open) -> None:
     await serve(training)
     for seq in (10**15, 9):
         with pytest.raises(Refusal) as refused:
-            training.submit(run, "step", seq, STEP)
+            await training.receive(run, "step", seq, STEP)
         assert refused.value.status == 429
     assert not training.places.tenants["r"].early
-    training.submit(run, "step", 8, STEP)
-    training.submit(run, "step", 1, STEP)  # there is always room for the next
+    await training.receive(run, "step", 8, STEP)
+    await training.receive(run, "step", 1, STEP)  # there is always room for the next
     training.freeze(run, "because")
     with pytest.raises(Refusal) as refused:
-        training.submit(run, "step", 10**15, STEP)
+        await training.receive(run, "step", 10**15, STEP)
     assert refused.value.status == 429
 
 
@@ -176,13 +176,13 @@ async def test_passes_without_a_step_do_not_fill_the_disk(open_training: Open) -
     training, _ = open_training(max_waiting_bytes=most)
     run = make_run(training)
     for seq in range(1, 14):
-        training.submit(run, "batch", seq, batch())
+        await training.receive(run, "batch", seq, batch())
         await serve(training)
     with pytest.raises(Refusal, match="make a step"):
-        training.submit(run, "batch", 14, batch())
-    training.submit(run, "step", 15, STEP)
+        await training.receive(run, "batch", 14, batch())
+    await training.receive(run, "step", 15, STEP)
     await serve(training)
-    training.submit(run, "batch", 16, batch())
+    await training.receive(run, "batch", 16, batch())
     assert training.places.tenants["r"].gradient_bytes == 0
     training.places.tenants.clear()
     after, _ = open_training(max_waiting_bytes=most)
@@ -193,10 +193,10 @@ async def test_requests_that_freezing_refused_are_not_computed_after_a_restart(o
     training, ranks = open_training()
     run = make_run(training)
     await serve(training)
-    training.submit(run, "batch", 1, batch())
-    training.submit(run, "step", 2, STEP)
+    await training.receive(run, "batch", 1, batch())
+    await training.receive(run, "step", 2, STEP)
     await serve(training)
-    waiting = [training.submit(run, "step", seq, STEP) for seq in (3, 5)]
+    waiting = [await training.receive(run, "step", seq, STEP) for seq in (3, 5)]
     training.freeze(run, "because")
     assert all("frozen: because" in (future.result.error or "") for future in waiting)
     again, ranks = open_training()
@@ -205,7 +205,7 @@ async def test_requests_that_freezing_refused_are_not_computed_after_a_restart(o
     run = again.places.tenants["r"].run
     assert run.state == "frozen" and again.places.tenants["r"].next_seq == 4
     again.resume(run)
-    again.submit(run, "step", 4, STEP)
+    await again.receive(run, "step", 4, STEP)
     await serve(again)
     assert ranks.names[3:] == ["DropGradients", "OptimStep"]
     assert again.places.tenants["r"].next_seq == 6
@@ -215,7 +215,7 @@ async def test_a_gap_that_was_closed_stays_closed_after_a_restart(open_training:
     training, _ = open_training()
     run = make_run(training)
     await serve(training)
-    late = training.submit(run, "step", 3, STEP)
+    late = await training.receive(run, "step", 3, STEP)
     training.places.close_gap(training.places.tenants["r"])
     assert "seq_id = 1 never came" in (late.result.error or "")
     again, ranks = open_training()
@@ -230,14 +230,14 @@ async def test_a_failed_pass_is_not_half_of_a_step(open_training: Open) -> None:
     run = make_run(training)
     await serve(training)
     ranks.errors = {"Pass": "bad data"}
-    training.submit(run, "batch", 1, batch())
-    step = training.submit(run, "step", 2, STEP)
+    await training.receive(run, "batch", 1, batch())
+    step = await training.receive(run, "step", 2, STEP)
     await serve(training)
     assert ranks.names == ["CreateTenant", "Pass", "DropGradients", "DropGradients"]
     assert "bad data" in (step.result.error or "")
     ranks.errors = {}
-    training.submit(run, "batch", 3, batch())
-    step = training.submit(run, "step", 4, STEP)
+    await training.receive(run, "batch", 3, batch())
+    step = await training.receive(run, "step", 4, STEP)
     await serve(training)
     assert step.result is not None and step.result.error is None
     assert ranks.names[4:] == ["Pass", "OptimStep"]
@@ -247,7 +247,7 @@ async def test_what_an_ended_run_computed_is_not_its_successors(open_training: O
     training, ranks = open_training()
     old = make_run(training)
     await serve(training)
-    training.submit(old, "step", 1, STEP)
+    await training.receive(old, "step", 1, STEP)
 
     def replace() -> None:
         ranks.before_answer = lambda: None
@@ -266,14 +266,14 @@ async def test_a_run_whose_weights_cannot_be_saved_still_gives_its_place_back(op
     training, ranks = open_training()
     run = make_run(training)
     await serve(training)
-    training.submit(run, "step", 1, STEP)
+    await training.receive(run, "step", 1, STEP)
     await serve(training)
     ranks.errors = {"SaveTenant": "weights of step 1 are not finite"}
     training.evict(run, "idle")
     await serve(training)
     assert run.state == "evicted" and not training.places.tenants
     ranks.operations, ranks.errors = [], {}
-    training.submit(run, "step", 2, STEP)
+    await training.receive(run, "step", 2, STEP)
     await serve(training)
     assert [name for name in ranks.names if name != "RemoveTenant"] == ["CreateTenant", "OptimStep", "OptimStep"]
 
@@ -282,8 +282,8 @@ async def test_a_run_whose_journal_is_damaged_fails_alone_when_the_trainer_is_st
     training, _ = open_training()
     run, other = make_run(training), make_run(training, "other")
     await serve(training)
-    waiting = [training.submit(each, "step", 1, STEP) for each in (run, other)]
-    early = training.submit(run, "step", 3, STEP)
+    waiting = [await training.receive(each, "step", 1, STEP) for each in (run, other)]
+    early = await training.receive(run, "step", 3, STEP)
     (training.directory / "r" / "journal" / "00000001.step").write_bytes(b"\0" * 6)
     training.places.rebuild()
     assert list(training.places.tenants) == ["other"] and waiting[1].result is None
@@ -298,7 +298,7 @@ async def test_users_learn_no_paths_of_the_machine_from_what_fails(open_training
     await serve(training)
     file = tmp_path / "service" / "weights" / "a.safetensors"
     ranks.errors = {"OptimStep": f"{file}: cannot be read ('{file}'); load /v1/runs, tinker://r/weights/a or 1/2 of it"}
-    future = training.submit(broken, "step", 1, STEP)
+    future = await training.receive(broken, "step", 1, STEP)
     await serve(training)
     told = "a.safetensors: cannot be read ('a.safetensors'); load /v1/runs, tinker://r/weights/a or 1/2 of it"
     assert future.result is not None and future.result.error == told
@@ -321,16 +321,16 @@ async def test_waiting_requests_are_bounded_in_bytes_per_user(open_training: Ope
     training, _ = open_training(max_waiting_bytes=2 * size)
     run, other = make_run(training), make_run(training, "other")
     await serve(training)
-    training.submit(run, "batch", 1, batch())
-    training.submit(run, "batch", 3, batch())
+    await training.receive(run, "batch", 1, batch())
+    await training.receive(run, "batch", 3, batch())
     assert training.places.waiting_bytes("alice") == size
     for refused_run, seq in ((run, 4), (run, 2)):
         with pytest.raises(Refusal, match="max_waiting_bytes") as refused:
-            training.submit(refused_run, "batch", seq, batch())
+            await training.receive(refused_run, "batch", seq, batch())
         assert refused.value.status == 429
-    training.submit(other, "batch", 1, batch())  # the next of a run that has nothing waiting
+    await training.receive(other, "batch", 1, batch())  # the next of a run that has nothing waiting
     await serve(training)
-    training.submit(run, "batch", 2, batch())
+    await training.receive(run, "batch", 2, batch())
     await serve(training)
     assert training.places.waiting_bytes("alice", with_early=True) == 0
 
@@ -348,10 +348,10 @@ async def test_what_the_admin_froze_no_user_resumes(open_training: Open) -> None
     await serve(training)
     assert run.state == "evicted" and run.reason == "by the admin"
     with pytest.raises(Refusal, match="only the admin") as refused:
-        training.submit(run, "step", 1, STEP)
+        await training.receive(run, "step", 1, STEP)
     assert refused.value.status == 423 and not training.places.tenants
     training.resume(run, by_admin=True)
-    training.submit(run, "step", 1, STEP)
+    await training.receive(run, "step", 1, STEP)
     await serve(training)
     assert run.state == "active" and ranks.names[-1] == "OptimStep"
 
@@ -363,7 +363,7 @@ async def test_a_run_that_is_frozen_before_it_is_created_is_created(open_trainin
     await serve(training)
     assert ranks.names == ["CreateTenant"] and run.state == "frozen"
     training.resume(run)
-    training.submit(run, "step", 1, STEP)
+    await training.receive(run, "step", 1, STEP)
     await serve(training)
     assert ranks.names[1:] == ["DropGradients", "OptimStep"]
 
@@ -401,10 +401,10 @@ async def test_a_run_that_comes_back_counts_among_its_users_runs(open_training: 
     second = make_run(training, "second")
     await serve(training)
     with pytest.raises(Refusal, match="max_runs") as refused:
-        training.submit(first, "step", 1, STEP)
+        await training.receive(first, "step", 1, STEP)
     assert refused.value.status == 403 and first.state == "evicted"
     training.end(second)
-    training.submit(first, "step", 1, STEP)
+    await training.receive(first, "step", 1, STEP)
     await serve(training)
     assert first.state == "active"
 
@@ -429,12 +429,12 @@ async def test_saving_over_a_checkpoint_keeps_the_old_one_until_the_new_one_is_t
     run = make_run(training)
     await serve(training)
     body = msgspec.json.encode(SaveBody(name="best"))
-    training.submit(run, "save", 1, body)
+    await training.receive(run, "save", 1, body)
     await serve(training)
     found = training.checkpoints.find("tinker://r/weights/best", "alice")
     (Path(found.directory) / "old").touch()
     ranks.errors = {"SaveTenant": "no space left on device"}
-    failed = training.submit(run, "save", 2, body)
+    failed = await training.receive(run, "save", 2, body)
     await serve(training)
     assert "no space" in (failed.result.error or "")
     assert training.checkpoints.find("tinker://r/weights/best", "alice") == found
@@ -446,7 +446,7 @@ async def test_a_checkpoint_deleted_while_one_of_its_name_is_saved_takes_only_it
 ) -> None:
     training, ranks = open_training()
     run, body = make_run(training), msgspec.json.encode(SaveBody(name="best"))
-    training.submit(run, "save", 1, body)
+    await training.receive(run, "save", 1, body)
     await serve(training)
     old = training.checkpoints.find("tinker://r/weights/best", "alice")
     submit = ranks.submit
@@ -457,7 +457,7 @@ async def test_a_checkpoint_deleted_while_one_of_its_name_is_saved_takes_only_it
         return answer
 
     monkeypatch.setattr(ranks, "submit", deleted_meanwhile)
-    training.submit(run, "save", 2, body)
+    await training.receive(run, "save", 2, body)
     await serve(training)
     new = training.checkpoints.find("tinker://r/weights/best", "alice")
     assert Path(new.directory).is_dir() and not Path(old.directory).exists()
@@ -470,7 +470,7 @@ async def test_a_sampler_keeps_the_weights_that_it_was_made_of(open_training: Op
 
     async def save(seq: int) -> Path:
         body = {"model_id": "r", "seq_id": seq, "path": "mine", "overwrite": True}
-        training.submit(run, "save_weights_for_sampler", seq, msgspec.json.encode(body))
+        await training.receive(run, "save_weights_for_sampler", seq, msgspec.json.encode(body))
         await serve(training)
         return Path(checkpoints.find("tinker://r/sampler_weights/mine", "alice").directory)
 
@@ -506,7 +506,7 @@ async def test_what_a_save_left_that_was_not_recorded_is_deleted(open_training: 
     again, _ = open_training()
     run = again._store.get(Run, "r")
     assert run is not None
-    again.submit(run, "save", 1, msgspec.json.encode(SaveBody(name="best")))
+    await again.receive(run, "save", 1, msgspec.json.encode(SaveBody(name="best")))
     await serve(again)
     await again.checkpoints.sweep(lambda _: False, since=0.0, sampler_timeout_s=None)
     found = again.checkpoints.find("tinker://r/weights/best", "alice")
@@ -519,7 +519,7 @@ async def test_the_state_that_a_run_continues_from_is_the_one_just_saved(open_tr
     await serve(training)
     left = training.directory / "r" / "state" / "99999999-1"  # by name it is newer than all
     left.mkdir(parents=True)
-    training.submit(run, "step", 1, STEP)
+    await training.receive(run, "step", 1, STEP)
     await serve(training)
     [saved] = [operation for operation in ranks.operations if isinstance(operation, SaveTenant)]
     assert run.saved == saved.path and run.saved_seq == 1
@@ -532,9 +532,9 @@ async def test_only_the_last_published_versions_stay(open_training: Open) -> Non
     run = make_run(training)
     await serve(training)
     body = msgspec.json.encode({"model_id": "r", "seq_id": 1, "path": "mine"})
-    training.submit(run, "save_weights_for_sampler", 1, body)
+    await training.receive(run, "save_weights_for_sampler", 1, body)
     for seq in range(2, 7):
-        training.submit(run, "publish", seq, msgspec.json.encode(PublishBody(version=seq)))
+        await training.receive(run, "publish", seq, msgspec.json.encode(PublishBody(version=seq)))
     await serve(training)
     names = [each.name for each in training._store.all(Checkpoint)]
     assert names == ["mine", "v5", "v6"] and run.published == "tinker://r/sampler_weights/v6"
@@ -546,7 +546,7 @@ async def test_what_has_expired_is_deleted_unless_it_is_used(open_training: Open
     await serve(training)
     for seq, extra in enumerate(({"path": "short", "ttl_seconds": 1}, {"path": "long"}, {}, {}), 1):
         body = {"model_id": "r", "seq_id": seq, "sampling_session_seq_id": seq} | extra
-        training.submit(run, "save_weights_for_sampler", seq, msgspec.json.encode(body))
+        await training.receive(run, "save_weights_for_sampler", seq, msgspec.json.encode(body))
     await serve(training)
     store, checkpoints = training._store, training.checkpoints
     idle, busy = store.all(Sampler)
@@ -589,11 +589,11 @@ async def test_a_request_that_ends_the_trainer_twice_is_given_up_and_others_go_o
     monkeypatch.setattr(ranks, "check", lambda: None, raising=False)
     monkeypatch.setattr("stretto_service.training.training.connected_ranks", ranks_until_poison)
     monkeypatch.setattr("stretto_service.training.training._PAUSE_S", 0.0)
-    training.submit(bad, "step", 1, STEP)
-    poison = training.submit(bad, "batch", 2, batch(2))
-    behind = training.submit(bad, "step", 3, STEP)
-    training.submit(good, "step", 1, STEP)
-    passed = training.submit(good, "batch", 2, batch())
+    await training.receive(bad, "step", 1, STEP)
+    poison = await training.receive(bad, "batch", 2, batch(2))
+    behind = await training.receive(bad, "step", 3, STEP)
+    await training.receive(good, "step", 1, STEP)
+    passed = await training.receive(good, "batch", 2, batch())
     work = asyncio.create_task(training.work())
     async with asyncio.timeout(20.0):
         for future in (poison, behind, passed):

@@ -194,7 +194,7 @@ def test_tokens_of_versions_that_are_undone_are_not_kept(tmp_path):
     assert first.step == 2
     second, _ = run_once(cfg, resume=1)
     with LedgerReader(cfg.run_dir) as ledger:
-        incarnations = ledger.incarnations()
+        incarnations = ledger.rows("SELECT * FROM incarnations")
         rows = ledger.rows("SELECT * FROM live_rollouts WHERE shipped_in = ?", incarnations[-1]["incarnation"])
         assert {row["step"] for row in rows} == {2, 3, 4}
         assert all(row["first_version"] <= row["step"] - 1 for row in rows)
