@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.chat.backend import Message, Parsed, Rendered, Reply, Shown
+from stretto.chat.backend import Message, Parsed, Rendered, Reply, Shown, import_library, read_by_library
 from stretto.chat.conversations import CALL, TOOL
-from stretto.chat.family_backend import from_library, import_library
 from stretto.chat.marks import owners_of, unmarked, with_marks
 from stretto.chat.template_traits import Thinking, as_parts, attempt, find_traits, with_arguments
 from stretto.chat.templates import ChatTemplate
@@ -243,7 +242,11 @@ class TemplateBackend:
             arguments |= {"stop_ids": set(self.stop_ids), "prefilled_thinking": is_open}
         if name in ("glm", "minimax-m2"):
             arguments["tools"] = tools
-        return from_library(getattr(parsing, function)(self._tokenizer, [*before, *map(int, ids)], **arguments))
+        read = getattr(parsing, function)
+        return read_by_library(
+            lambda: read(self._tokenizer, [*before, *map(int, ids)], **arguments),
+            lambda: self._decode_after(self._split_stop(ids)[0]),
+        )
 
     # -- text --
 
