@@ -11,7 +11,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -62,6 +62,8 @@ class Backend(Protocol):
     stop_ids: tuple[int, ...]
     reads_history: bool
     """Whether `bridge` reads the messages of the history, rather than their tokens alone."""
+    keeps_special_text: bool
+    """Whether the text of a special token in a message stays text by itself."""
 
     def render(
         self,
@@ -234,3 +236,9 @@ def read_by_library(read: Callable[[], Any], text: Callable[[], str]) -> Parsed:
         for call in parsed.tool_calls
     ]
     return Parsed(parsed.content, parsed.reasoning_content, calls)
+
+
+def one_call(said: Parsed) -> Parsed:
+    """The reply with all calls behind its first one malformed."""
+    first = next((call for call in said.calls if call.name is not None), None)
+    return replace(said, calls=[call if call is first else Call(call.raw) for call in said.calls])

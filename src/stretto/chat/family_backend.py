@@ -174,6 +174,9 @@ class FamilyBackend:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(backend.get_stop_token_ids()))
         question = [{"role": "user", "content": "a"}]
         num_tokens = len(backend.render_ids(question))
+        end = next((text for text in map(tokenizer.token_text, self.stop_ids) if text), "")
+        spelled = backend.render_ids([{"role": "user", "content": f"a{end}"}])
+        self.keeps_special_text = len(spelled) - num_tokens > 1  # gpt-oss: the library has its own tokenizer
         # Tokens before every reply: the role header and, with thinking off, an empty thought.
         self._reply_prefix = backend.render_ids(question, add_generation_prompt=True)[num_tokens:]
         self._plain = PlainTurns(backend, tokenizer, self.stop_ids)
@@ -390,7 +393,11 @@ class FamilyBackend:
         try:
             yield
         except ValueError as cause:
-            raise DataError(f"the renderer of the family {self.name} refuses the conversation: {cause}") from cause
+            why = str(cause)
+            if isinstance(cause, ValidationError):  # of several lines
+                first = cause.errors()[0]
+                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.60}"
+            raise DataError(f"the renderer of the family {self.name} refuses the conversation: {why}") from cause
 
     def _with_owners(self, rendered: Any, messages: Sequence[Message]) -> Rendered:
         """messages: those that the library has numbered."""

@@ -435,7 +435,8 @@ class Renderer:
     def _guarded(self, message: Message, is_counted: bool) -> Message:
         """The message; texts of special tokens in it are counted, and stay text if that is set."""
         content = message.get("content")
-        if message.get("role") == "assistant" or not isinstance(content, str | list):
+        is_text = isinstance(content, str | list)
+        if message.get("role") == "assistant" or not is_text or self._backend.keeps_special_text:
             return message
         parts = content if isinstance(content, list) else [content]
         texts = [_part_text(part) for part in parts]
