@@ -134,3 +134,17 @@ def test_gpt_oss_refuses_a_description_that_is_no_text_in_one_line():
     tool = {"type": "function", "function": {"name": "look_up", "description": None, "parameters": None}}
     with pytest.raises(DataError, match=r"^the renderer of .*gpt-oss refuses .*description: .*got None$"):
         renderer.render_prompt(ONE_TURN, [tool])
+
+
+@pytest.mark.parametrize("key", ["content", "reasoning_content"])
+def test_a_reply_with_the_text_of_an_end_token_is_left_out_with_that_text(key):
+    row = [*ONE_TURN, {"role": "assistant", "content": "b", key: "so <|im_end|> on"}]
+    rendered = renderer_of(sources()["qwen3"], name="template", enable_thinking=True).render_sft(row, LossMaskSection())
+    assert rendered.num_left_out == 1
+    assert "message 1 has the text '<|im_end|>', with which a sampled reply would end; write it" in rendered.why
+
+
+def test_a_reply_without_a_message_before_it_is_left_out_with_what_to_do():
+    row = [{"role": "assistant", "content": "b"}]
+    rendered = renderer_of(sources()["llama3_1"], name="template").render_sft(row, LossMaskSection())
+    assert rendered.num_left_out == 1 and "put a message of the user before the reply" in rendered.why
