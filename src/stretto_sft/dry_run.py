@@ -39,7 +39,7 @@ from stretto_sft.rows import check_schedule, find_last_step, load_examples, read
 COMPARED_ROWS = 4
 """Rows in which the same long texts are looked for."""
 LOOKED_AT_ROWS = 100
-"""Rows in which a reply is looked for."""
+"""Rows that are rendered, and in which a reply is looked for."""
 COUNTED_ROWS = 5000
 """Most rows that are rendered to know how many steps the epochs are."""
 LONG_ROW = 200  # tokens of a row in which they are worth it
@@ -72,7 +72,10 @@ def sft_screen(cfg: SFTConfig) -> str:
 
 
 def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
-    """The first row as the model gets it, why it is not rendered ("" if it is), and by what it is."""
+    """The first row as the model gets it, why it is not rendered ("" if it is), and by what it is.
+
+    Raises: DataError for one of the first rows that the model cannot take, or if none of them is trained.
+    """
     if isinstance(cfg.data, PreferenceData):
         return _first_pair(cfg, cfg.data)
     data = cfg.data.model_copy(update={"num_rows": COMPARED_ROWS}) if isinstance(cfg.data, EnvData) else cfg.data
@@ -92,11 +95,12 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     except (ConfigError, DataError) as error:
         text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
         return boxed(f"{row.where}, not rendered:", text), str(error), ""
-    rendered = render_row(row, renderer, cfg.loss_mask)
+    found = [render_row(each, renderer, cfg.loss_mask) for each in rows]
+    rendered = found[rows.index(row)]
+    if not any(each.examples for each in found):
+        nor = f"; nor is any of the first {len(rows)} rows trained" if len(rows) > 1 else ""
+        raise DataError(f"{row.where}: not trained: {rendered.why}{nor}")
     if not rendered.examples:
-        if not any(render_row(each, renderer, cfg.loss_mask).examples for each in rows):
-            nor = f"; nor is any of the first {len(rows)} rows trained" if len(rows) > 1 else ""
-            raise DataError(f"{row.where}: not trained: {rendered.why}{nor}")
         return f"{row.where}: not trained: {rendered.why}", "", renderer.description
     ids, mask, _ = rendered.examples[0]
     parts = f" (the first of {len(rendered.examples)} examples)" if len(rendered.examples) > 1 else ""
@@ -105,8 +109,12 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     shown = boxed(about, renderer.readable(ids))
     if parts and renderer.branching:
         shown += f"\nNOTE: {renderer.branching}"
+    if num_left_out := sum(each.num_left_out for each in found):
+        where, why = next((each.where, about.why) for each, about in zip(rows, found) if about.why)
+        many = f"{num_left_out} replies" if num_left_out > 1 else "a reply"
+        shown += f"\nNOTE: {many} of the first {len(rows)} rows will not be trained; {where}: {why}"
     if cfg.model.scratch is not None and cfg.tokenizer.name is None and len(ids) > LONG_ROW:
-        others = [render_row(each, renderer, cfg.loss_mask).examples for each in rows[1:COMPARED_ROWS]]
+        others = [each.examples for each in found[1:COMPARED_ROWS]]
         shown += shorter_by_phrases(
             [renderer.readable(ids), *(renderer.readable(each[0][0]) for each in others if each)], len(ids)
         )

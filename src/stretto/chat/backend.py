@@ -1,17 +1,22 @@
 """What a renderer (render.py) asks of the two ways in which messages become tokens.
 
 `FamilyBackend` (family_backend.py) hides the renderers library, one hand-written renderer per family of models;
-`TemplateBackend` (template_backend.py) runs the template in the model's own files.
+`TemplateBackend` (template_backend.py) runs the template in the model's own files, and has the library read calls in
+some formats. `import_library` alone imports the library, where it is needed: that takes a fifth of a second.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stretto.base.errors import DataError
-from stretto.chat.tool_calls import Call
+from stretto.chat.tool_calls import Call, call_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +62,8 @@ class Backend(Protocol):
     stop_ids: tuple[int, ...]
     reads_history: bool
     """Whether `bridge` reads the messages of the history, rather than their tokens alone."""
+    keeps_special_text: bool
+    """Whether the text of a special token in a message stays text by itself."""
 
     def render(
         self,
@@ -174,3 +181,64 @@ class Shown:
             f"{self._name} drops a message of the role {role!r}{behind} (message {index}); leave it out, write its "
             f"text in another message, or give another template as {self._place}.template"
         )
+
+
+class _Later(ModuleType):
+    """What stands for a package while renderers is imported, which has it for a function that stretto does not call.
+
+    Whoever imports the package meanwhile, in another thread, gets the real one, and so does who asks for a name in it.
+    """
+
+    AsyncOpenAI = object  # the type of an argument of that function
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._thread = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__path__" and threading.get_ident() == self._thread:
+            raise AttributeError(name)  # `from openai import` asks for it
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+_NOT_NEEDED = ("openai", "httpx")
+"""Packages of the client that renderers has; they take three quarters of a second to import."""
+
+
+def import_library(module: str = "renderers") -> Any:
+    """The renderers library, or a module of it, without the packages of its client."""
+    if "renderers" in sys.modules:
+        return importlib.import_module(module)
+    stand_ins = {name: _Later(name) for name in _NOT_NEEDED if name not in sys.modules}
+    sys.modules.update(stand_ins)
+    try:
+        return importlib.import_module(module)
+    finally:
+        for name, stand_in in stand_ins.items():
+            if sys.modules.get(name) is stand_in:
+                del sys.modules[name]
+
+
+def read_by_library(read: Callable[[], Any], text: Callable[[], str]) -> Parsed:
+    """A reply as the library reads it; read: asks it, text: all that the reply says.
+
+    What the library raises for, such as brackets in thousands of levels, is a text with one malformed call.
+    """
+    try:
+        parsed = read()
+    except Exception:  # the policy may sample anything
+        said = text()
+        return Parsed(said, calls=[Call(said)])
+    calls = [
+        call_of(call.raw, call.name, call.arguments, call.id) if call.status == "ok" else Call(call.raw)
+        for call in parsed.tool_calls
+    ]
+    return Parsed(parsed.content, parsed.reasoning_content, calls)
+
+
+def one_call(said: Parsed) -> Parsed:
+    """The reply with all calls behind its first one malformed."""
+    first = next((call for call in said.calls if call.name is not None), None)
+    return replace(said, calls=[call if call is first else Call(call.raw) for call in said.calls])

@@ -1,7 +1,5 @@
 """Messages <-> tokens by the renderers library: one hand-written renderer per family of models.
 
-`import_library` alone imports the library, where it is needed: that takes a fifth of a second.
-
 The library looks at every token of prompt and reply, once for a thought, once for calls and once for their ends. Most
 turns need none of that: text, the end token, and a message of text as the answer. `PlainTurns` does these, with what
 it has seen the library do, at a fifth of the cost.
@@ -9,25 +7,20 @@ it has seen the library do, at a fifth of the cost.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import re
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.chat.backend import Message, Parsed, Rendered, Reply, Shown
+from stretto.chat.backend import Message, Parsed, Rendered, Reply, Shown, import_library, read_by_library
 from stretto.chat.conversations import CALL, CALL_ID, ONE_TURN, TOOL
 from stretto.chat.tokenizer import Tokenizer
-from stretto.chat.tool_calls import Call
 from stretto.config.sections.model import RendererSection
 
 if TYPE_CHECKING:
@@ -39,44 +32,6 @@ _RARE = "zqxhighvz"
 """A text that no template has."""
 _PAST = "x"
 """Stands for images and calls of the past, and for thoughts, where only what is behind them is tried."""
-
-
-class _Later(ModuleType):
-    """What stands for a package while renderers is imported, which has it for a function that stretto does not call.
-
-    Whoever imports the package meanwhile, in another thread, gets the real one, and so does who asks for a name in it.
-    """
-
-    AsyncOpenAI = object  # the type of an argument of that function
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._thread = threading.get_ident()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "__path__" and threading.get_ident() == self._thread:
-            raise AttributeError(name)  # `from openai import` asks for it
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-_NOT_NEEDED = ("openai", "httpx")
-"""Packages of the client that renderers has; they take three quarters of a second to import."""
-
-
-def import_library(module: str = "renderers") -> Any:
-    """The renderers library, or a module of it, without the packages of its client."""
-    if "renderers" in sys.modules:
-        return importlib.import_module(module)
-    stand_ins = {name: _Later(name) for name in _NOT_NEEDED if name not in sys.modules}
-    sys.modules.update(stand_ins)
-    try:
-        return importlib.import_module(module)
-    finally:
-        for name, stand_in in stand_ins.items():
-            if sys.modules.get(name) is stand_in:
-                del sys.modules[name]
 
 
 class UnfitVocabularyError(ConfigError):
@@ -219,6 +174,9 @@ class FamilyBackend:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(backend.get_stop_token_ids()))
         question = [{"role": "user", "content": "a"}]
         num_tokens = len(backend.render_ids(question))
+        end = next((text for text in map(tokenizer.token_text, self.stop_ids) if text), "")
+        spelled = backend.render_ids([{"role": "user", "content": f"a{end}"}])
+        self.keeps_special_text = len(spelled) - num_tokens > 1  # gpt-oss: the library has its own tokenizer
         # Tokens before every reply: the role header and, with thinking off, an empty thought.
         self._reply_prefix = backend.render_ids(question, add_generation_prompt=True)[num_tokens:]
         self._plain = PlainTurns(backend, tokenizer, self.stop_ids)
@@ -262,7 +220,8 @@ class FamilyBackend:
         messages = self._identified([*history, *messages])[len(history) :]
         before = _as_list(prompt_ids), _as_list(completion_ids)
         found = self._backend.bridge_to_next_turn(*before, list(messages), tools=tools)
-        if found is None:
+        known = [*before[0], *before[1]]
+        if found is None or found.token_ids[: len(known)] != known:  # it drops tokens behind an end token
             return None
         return self._with_owners(found, messages) if has_owners else Rendered(found.token_ids)
 
@@ -373,10 +332,11 @@ class FamilyBackend:
     ) -> Parsed:
         if (plain := self._plain.parse(completion_ids, prompt_ids)) is not None:
             return plain
-        parsed = self._backend.parse_response(
-            _as_list(completion_ids), tools=tools, prompt_ids=None if prompt_ids is None else _as_list(prompt_ids)
+        ids, prompt = _as_list(completion_ids), None if prompt_ids is None else _as_list(prompt_ids)
+        said = itertools.takewhile(lambda token: token not in self.stop_ids, ids)
+        return read_by_library(
+            lambda: self._backend.parse_response(ids, tools=tools, prompt_ids=prompt), lambda: self._decode(said)
         )
-        return from_library(parsed)
 
     def _identified(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with ids of calls that name the function, where a family shows the id in the place of the name.
@@ -433,7 +393,11 @@ class FamilyBackend:
         try:
             yield
         except ValueError as cause:
-            raise DataError(f"the renderer of the family {self.name} refuses the conversation: {cause}") from cause
+            why = str(cause)
+            if isinstance(cause, ValidationError):  # of several lines
+                first = cause.errors()[0]
+                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.60}"
+            raise DataError(f"the renderer of the family {self.name} refuses the conversation: {why}") from cause
 
     def _with_owners(self, rendered: Any, messages: Sequence[Message]) -> Rendered:
         """messages: those that the library has numbered."""
@@ -520,15 +484,6 @@ def _as_list(token_ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> list[int]
     if isinstance(token_ids, np.ndarray):
         return token_ids.tolist()
     return token_ids if isinstance(token_ids, list) else list(token_ids)
-
-
-def from_library(parsed: Any) -> Parsed:
-    """A reply that the library has parsed."""
-    calls = [
-        Call(call.raw, call.name, call.arguments, call.id) if call.status == "ok" else Call(call.raw)
-        for call in parsed.tool_calls
-    ]
-    return Parsed(parsed.content, parsed.reasoning_content, calls)
 
 
 def build_family(tokenizer: Tokenizer, family: str, section: RendererSection) -> FamilyBackend:

@@ -1,16 +1,18 @@
 """Marks in messages, by which the text of each is found again in what a template makes of them.
 
-A mark is a private-use character. Texts with marks are only used to look, never encoded.
+A mark is two halves of surrogate pairs, which no text has: private-use characters are icons in some. Texts with marks
+are only used to look, never encoded.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
-_FIRST = 0xF1000  # plane 15 is for private use
-_MOST = 0xE000
+_FIRST, _SECOND, _BASE = 0xDA00, 0xDC00, 0x400  # those below are the tokenizer's
+_MARK = re.compile("[\uda00-\udbfd][\udc00-\udfff]")
 
 
 def with_marks(messages: Sequence[Message], has_blanks: bool = False) -> list[Message]:
@@ -25,13 +27,11 @@ def unmarked(text: str) -> tuple[str, list[tuple[int, int, int]]]:
     opened: dict[int, int] = {}
     length = 0
     start = 0
-    for position, character in enumerate(text):
-        index = ord(character) - _FIRST
-        if not 0 <= index < _MOST:
-            continue
-        kept.append(text[start:position])
-        length += position - start
-        start = position + 1
+    for mark in _MARK.finditer(text):
+        index = (ord(mark[0][0]) - _FIRST) * _BASE + ord(mark[0][1]) - _SECOND
+        kept.append(text[start : mark.start()])
+        length += mark.start() - start
+        start = mark.end()
         if index in opened:
             spans.append((index, opened.pop(index), length))
         else:
@@ -75,9 +75,9 @@ def _marked(content: Any, index: int, has_blanks: bool) -> Any:
             else part
             for part in content
         ]
-    if not isinstance(content, str) or index >= _MOST:
+    if not isinstance(content, str):
         return content
     if not (core := content if has_blanks else content.strip()):
         return content
-    mark, at = chr(_FIRST + index), content.index(core)
+    mark, at = chr(_FIRST + index // _BASE) + chr(_SECOND + index % _BASE), content.index(core)
     return content[:at] + mark + core + mark + content[at + len(core) :]

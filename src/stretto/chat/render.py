@@ -297,7 +297,7 @@ class Renderer:
             if message["role"] != "assistant":
                 continue
             reply = self._backend.reply(self._plain(plain[:index], is_counted=False), message, tools)
-            if reply is None:
+            if reply is None or not set(self.stop_ids).isdisjoint(reply.token_ids[:-1]):  # it would have ended there
                 why = found.why or self._why_left_out(plain, index, tools)
                 found = found._replace(num_left_out=found.num_left_out + is_wanted[index], why=why)
                 continue
@@ -353,6 +353,13 @@ class Renderer:
     def _why_left_out(self, messages: Sequence[Message], index: int, tools: list[Message] | None) -> str:
         """What of a reply the template does not show, and what to do."""
         history, reply = self._plain(messages[:index], is_counted=False), messages[index]
+        content = reply.get("content")
+        parts = [*(content if isinstance(content, list) else [content]), reply.get("reasoning_content")]
+        said = " ".join(map(_part_text, parts))
+        if end := next((text for text in map(self.tokenizer.token_text, self.stop_ids) if text and text in said), ""):
+            return f"message {index} has the text {end!r}, with which a sampled reply would end; write it otherwise"
+        if index == 0:
+            return f"{self.name} has no prompt for message 0: put a message of the user before the reply"
         without = {key: value for key, value in reply.items() if key != "reasoning_content"}
         if reply.get("reasoning_content") and self._backend.reply(history, without, tools) is not None:
             return (
@@ -435,7 +442,8 @@ class Renderer:
     def _guarded(self, message: Message, is_counted: bool) -> Message:
         """The message; texts of special tokens in it are counted, and stay text if that is set."""
         content = message.get("content")
-        if message.get("role") == "assistant" or not isinstance(content, str | list):
+        is_text = isinstance(content, str | list)
+        if message.get("role") == "assistant" or not is_text or self._backend.keeps_special_text:
             return message
         parts = content if isinstance(content, list) else [content]
         texts = [_part_text(part) for part in parts]

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stretto.base.errors import ConfigError, DataError
-from stretto.chat.backend import Message, Parsed, Rendered, Reply, Shown
+from stretto.chat.backend import Message, Parsed, Rendered, Reply, Shown, import_library, one_call, read_by_library
 from stretto.chat.conversations import CALL, TOOL
-from stretto.chat.family_backend import from_library, import_library
 from stretto.chat.marks import owners_of, unmarked, with_marks
 from stretto.chat.template_traits import Thinking, as_parts, attempt, find_traits, with_arguments
 from stretto.chat.templates import ChatTemplate
@@ -42,6 +41,7 @@ class TemplateBackend:
     """One chat template over one tokenizer."""
 
     reads_history = True
+    keeps_special_text = False
 
     def __init__(
         self,
@@ -207,7 +207,14 @@ class TemplateBackend:
         return self._parse(completion_ids, tail, tools)[0]
 
     def _parse(self, ids: Sequence[int], prompt: str | None, tools: Sequence[Message] | None) -> tuple[Parsed, bool]:
-        """What the tokens of a reply say, and whether they end within a thought."""
+        """What the tokens of a reply say, and whether they end within a thought.
+
+        Calls behind the first are malformed where the template refuses them, or would not show them.
+        """
+        said, is_open = self._read(ids, prompt, tools)
+        return said if self.traits.shows_many_calls else one_call(said), is_open
+
+    def _read(self, ids: Sequence[int], prompt: str | None, tools: Sequence[Message] | None) -> tuple[Parsed, bool]:
         if self.tool_format in LIBRARY_FORMATS:
             return self._parse_by_library(self.tool_format, ids, prompt, tools), False
         text, thinking = self._decode_after(self._split_stop(ids)[0]), self.thinking
@@ -243,7 +250,11 @@ class TemplateBackend:
             arguments |= {"stop_ids": set(self.stop_ids), "prefilled_thinking": is_open}
         if name in ("glm", "minimax-m2"):
             arguments["tools"] = tools
-        return from_library(getattr(parsing, function)(self._tokenizer, [*before, *map(int, ids)], **arguments))
+        read = getattr(parsing, function)
+        return read_by_library(
+            lambda: read(self._tokenizer, [*before, *map(int, ids)], **arguments),
+            lambda: self._decode_after(self._split_stop(ids)[0]),
+        )
 
     # -- text --
 

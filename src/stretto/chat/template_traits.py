@@ -59,6 +59,8 @@ class Traits:
     """The content of a reply that has calls only."""
     shows_tools: bool
     shows_calls: bool
+    shows_many_calls: bool
+    """Whether a reply may have several calls; Llama 3.1's template refuses them, gpt-oss's shows the first."""
     call_id: str | None
     """An id of a call as the template takes it; None if it reads none."""
     end_text: str
@@ -98,6 +100,7 @@ def find_traits(template: ChatTemplate) -> Traits:
         empty_content=None if calls is None else calls.content,
         shows_tools=has_tools is not None and TOOL["function"]["name"] in has_tools,
         shows_calls=calls is not None,
+        shows_many_calls=calls is None or _shows_many(template, calls, user),
         call_id=calls.call_id if calls is not None and _READS_IDS.search(template.text) else None,
         end_text=end_text,
         ends_replies=ends_replies,
@@ -174,6 +177,13 @@ def _call_shape(template: ChatTemplate, takes_parts: bool) -> _CallShape | None:
         if name in shown and word in shown:
             return shape
     return None
+
+
+def _shows_many(template: ChatTemplate, calls: _CallShape, user: Message) -> bool:
+    reply = _reply_with_call(calls)
+    other = {"function": CALL["function"] | {"arguments": {"word": _OTHER}}}
+    both = [*reply["tool_calls"], with_arguments(reply["tool_calls"][0] | other, calls.as_text)]
+    return _OTHER in (attempt(template, [user, reply | {"tool_calls": both}], [TOOL]) or "")
 
 
 def _reply_with_call(shape: _CallShape) -> Message:

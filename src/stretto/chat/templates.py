@@ -34,7 +34,7 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 _TOOL_VARIABLES = ("xml_tools",)
 """What some templates call `tools` (SmolLM3)."""
 GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_MARK_START, _MARK_END = ("\U000ff000", "\U000ff001")  # private-use characters, around what {% generation %} encloses
+_MARK_START, _MARK_END = ("\udbfe", "\udbff")  # around what {% generation %} encloses; no text has half a character
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,10 @@ class ChatTemplate:
                 **variables,
             )
         except Exception as cause:  # templates are programs of others, and may raise anything
+            with_tools = " with tools" if tools else ""
             roles = ", ".join(str(m.get("role")) for m in messages[:8]) + (", ..." if len(messages) > 8 else "")
             raise DataError(
-                f"the chat template ({self.where}) refuses messages of the roles {roles or 'none'}: {cause}"
+                f"the chat template ({self.where}) refuses messages of the roles {roles or 'none'}{with_tools}: {cause}"
             ) from cause
 
 

@@ -31,8 +31,8 @@ CHAT_TOKENS = (
     "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
 )  # fmt: skip
 _SHORT_TEXT, _LONG_TEXT = 32, 4096  # characters
-_FIRST_PRIVATE = 0x100000  # plane 16 is for private use; in texts that are encoded, special tokens that stay text
-_PRIVATE = re.compile(f"([{chr(_FIRST_PRIVATE)}-{chr(_FIRST_PRIVATE + 0xFFFD)}])")
+_KEPT = re.compile("([\ud800-\ud9ff][\udc00-\udfff])")
+"""Two halves of characters, which no text has: in texts that are encoded, a special token that stays text."""
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n\t"
 
@@ -65,7 +65,7 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.unk_token_id = unk_id
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self._keeps_text = False  # until `as_text` has been asked for: texts may have such characters of their own
+        self._keeps_text = False  # until `as_text` has been asked for
         # The renderers library encodes the same fixed texts for every prompt and every reply.
         self._encode_short = lru_cache(maxsize=256)(lambda *text: tuple(self._encode(*text).ids))
         self._offsets_short = lru_cache(maxsize=64)(self._with_offsets)
@@ -82,7 +82,7 @@ class Tokenizer:
         return self._encode(text, add_special_tokens).ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding | _Pieces:
-        if self._keeps_text and _PRIVATE.search(text):
+        if self._keeps_text and _KEPT.search(text):
             return self._encode_with_text(text, add_special_tokens)
         if len(text) < _LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
@@ -94,26 +94,26 @@ class Tokenizer:
         specials = list(self.special_tokens)
         found = _Pieces([], [])
         start = 0
-        for piece in _PRIVATE.split(text):
-            index = ord(piece) - _FIRST_PRIVATE if _PRIVATE.fullmatch(piece) else len(specials)
-            is_special = index < len(specials)
+        for number, piece in enumerate(_KEPT.split(text)):
+            is_special = number % 2 == 1
             encode = self._text_only.encode if is_special else self._backend.encode
             is_first = add_special_tokens and start == 0
-            encoding = encode(specials[index] if is_special else piece, add_special_tokens=is_first)
+            given = specials[(ord(piece[0]) - 0xD800) * 0x400 + ord(piece[1]) - 0xDC00] if is_special else piece
+            encoding = encode(given, add_special_tokens=is_first)
             found.ids.extend(encoding.ids)
-            # Offsets are those of the text that was given, in which a special token is one character.
+            # Offsets are those of the text that was given, in which a special token is two characters.
             found.offsets.extend(
-                (start, start + 1) if is_special else (start + left, start + right) for left, right in encoding.offsets
+                (start, start + 2) if is_special else (start + left, start + right) for left, right in encoding.offsets
             )
             start += len(piece)
         return found
 
     def as_text(self, text: str, tokens: Sequence[str]) -> str:
-        """The text with a private-use character for each of these special tokens in it, which `encode` keeps text."""
+        """The text with two halves of characters for each of these special tokens in it, which `encode` keeps text."""
         self._keeps_text = True
         for index, token in enumerate(self.special_tokens):
             if token in tokens:
-                text = text.replace(token, chr(_FIRST_PRIVATE + index))
+                text = text.replace(token, chr(0xD800 + index // 0x400) + chr(0xDC00 + index % 0x400))
         return text
 
     def has_special_text(self, text: str) -> bool:

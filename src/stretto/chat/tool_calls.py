@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from stretto.base.errors import DataError
+from stretto.data.values import checked_json, with_whole_text
+
 
 @dataclass(frozen=True)
 class Call:
@@ -24,6 +27,16 @@ class Call:
     arguments: Any = None
     id: str | None = None
     """What the policy called the call, in formats where it does (Kimi K2); the result names it."""
+
+
+def call_of(raw: str, name: Any, arguments: Any, call_id: str | None = None) -> Call:
+    """A call as JSON holds it, with U+FFFD for half a character; malformed without a name, or where JSON cannot."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return Call(raw)
+    try:
+        return Call(raw, with_whole_text(name), checked_json(arguments, "", DataError), call_id)
+    except DataError:  # a number that is not finite, a set of Python, hundreds of levels
+        return Call(raw)
 
 
 Parsed = tuple[str, list[Call]]
@@ -47,8 +60,7 @@ def _json_call(value: Any, raw: str) -> Call:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = _loads(arguments)
-    is_call = isinstance(name, str) and name and isinstance(arguments, dict)
-    return Call(raw, name, arguments) if is_call else Call(raw)
+    return call_of(raw, name, arguments)
 
 
 def _loads(text: str) -> Any:
@@ -77,7 +89,7 @@ def _xml_call(block: str) -> Call:
         return Call(block.strip())
     body = _up_to("</parameter>", found[2])
     pairs = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.S)
-    return Call(block.strip(), found[1].strip(), {key: _value(value) for key, value in pairs})
+    return call_of(block.strip(), found[1].strip(), {key: _value(value) for key, value in pairs})
 
 
 def _up_to(end: str, text: str) -> str:
@@ -102,8 +114,7 @@ def _mistral(text: str) -> Parsed:
             continue
         named = re.fullmatch(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", block, re.S)
         arguments = None if named is None else _loads(named[2])
-        is_call = named is not None and isinstance(arguments, dict)
-        calls.append(Call(block.strip(), named[1], arguments) if is_call and named else Call(block.strip()))
+        calls.append(call_of(block.strip(), named and named[1], arguments))
     return content, calls
 
 
@@ -129,8 +140,7 @@ def _function_tags(text: str) -> Parsed:
     for block in blocks:
         found = re.match(r"<function=([^>\n]+)>(.*?)</function>", block, re.S)
         arguments = None if found is None else _loads(found[2])
-        is_call = found is not None and isinstance(arguments, dict)
-        calls.append(Call(block.strip(), found[1], arguments) if is_call and found else Call(block.strip()))
+        calls.append(call_of(block.strip(), found and found[1], arguments))
     return content, calls
 
 
@@ -161,7 +171,7 @@ def _python_call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")
     arguments = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
-    return Call(ast.unparse(node), ast.unparse(node.func), arguments)
+    return call_of(ast.unparse(node), ast.unparse(node.func), arguments)
 
 
 def _bare_json(text: str) -> Parsed:

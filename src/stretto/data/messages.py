@@ -257,13 +257,15 @@ def _checked_calls(calls: Any, where: str, kind: type[StrettoError]) -> list[dic
 def _given_arguments(arguments: Any, where: str) -> Any:
     """The arguments of a call in a record; none are an empty object.
 
-    Raises: DataError for a text that is no JSON object: no parser of calls would read it.
+    Raises: DataError for a text that is no JSON object, or a number that is not finite: no parser of calls reads it.
     """
-    if not isinstance(arguments, str) or not arguments.strip():
-        return arguments or {}
-    if not isinstance(from_json(arguments, where), dict):
+    is_text = isinstance(arguments, str) and arguments.strip()
+    given = from_json(arguments, where) if is_text else arguments or {}
+    if not isinstance(given, Mapping):
         raise DataError(f"{where} must be an object, or JSON as text, got {short_repr(arguments)}.")
-    return arguments
+    refuse_surrogates(given, where)
+    held = checked_json(given, where, DataError)
+    return arguments if is_text else held
 
 
 def check_column(record: Mapping[str, Any], key: str, setting: str, where: str) -> None:
@@ -296,6 +298,10 @@ def parse_tools(value: Any, key: str, where: str) -> list[dict[str, Any]] | None
     for i, tool in enumerate(value or ()):
         if not isinstance(tool, dict):
             raise DataError(f"{where}: {key}[{i}] must be an object that describes a tool, got {short_repr(tool)}.")
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            example = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+            raise DataError(f"{where}: {key}[{i}] names no function, got {short_repr(tool)}; write {example}.")
     refuse_surrogates(value, f"{where}: {key}")
     return value or None
 

@@ -9,7 +9,7 @@ import tomllib
 import pytest
 from processes import forked
 
-from stretto.base.errors import ConfigError, EnvError
+from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.config.load import load
 from stretto.config.root import SFTConfig
 from stretto.envs.bundled.count_shapes import draw_shapes
@@ -146,3 +146,28 @@ def test_the_first_row_of_sft_is_compared_with_every_limit(solver):
 def test_sft_rows_with_another_signature_get_a_sentence(solver):
     with pytest.raises(EnvError, match=r"sft_rows\(4, 0\) returned no row"):
         screen_of("solvers:Swapped", 100)
+
+
+def screen_with(tmp_path, *rows, **changes):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = {"data": {"name": str(file)}, "model": {"scratch": {}}, "max_steps": 1, "output_dir": tmp_path}
+    return sft_screen(SFTConfig.model_validate(run | changes))
+
+
+ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+def test_a_later_row_that_cannot_be_rendered_is_refused(tmp_path):
+    plain = {"template": "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"}
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    assert "rows.jsonl:1" in screen_with(tmp_path, ROW, ROW, renderer=plain)
+    with pytest.raises(DataError, match=r"rows.jsonl:3: .* shows no tools"):
+        screen_with(tmp_path, ROW, ROW, ROW | {"tools": tools}, renderer=plain)
+
+
+def test_a_later_reply_that_will_not_be_trained_is_said(tmp_path):
+    messages = [ROW["messages"][0], {"role": "assistant", "content": "say <|im_end|>"}]
+    shown = screen_with(tmp_path, ROW, {"messages": messages})
+    assert "a reply of the first 2 rows will not be trained" in shown and "rows.jsonl:2: message 1 has" in shown
+    assert "will not be trained" not in screen_with(tmp_path, ROW, ROW)

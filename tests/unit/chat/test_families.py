@@ -21,8 +21,8 @@ from published import tokenizer_dir
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.chat.backend import read_by_library
 from stretto.chat.conversations import CALL
-from stretto.chat.family_backend import from_library
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import Tokenizer
 from stretto.config.sections.model import RendererSection
@@ -501,8 +501,8 @@ def test_plain_turns_are_what_the_library_makes_of_them(family):
                 plain = backend._plain.parse(reply, prompt)
                 num_plain += plain is not None
                 if plain is not None:
-                    theirs = backend._backend.parse_response(reply, tools=None, prompt_ids=before)
-                    assert plain == from_library(theirs), (text, end)
+                    read = functools.partial(backend._backend.parse_response, reply, tools=None, prompt_ids=before)
+                    assert plain == read_by_library(read, str), (text, end)
                 for answer in ANSWERS if prompt is not None else ():
                     num_plain += is_equally_bridged(renderer, prompt, reply, answer)
     assert num_plain or family in NEVER_PLAIN

@@ -20,7 +20,7 @@ from stretto.base.errors import ConfigError, DataError, EnvError
 from stretto.config.load import load
 from stretto.config.root import RLConfig
 from stretto.config.sections.orchestrator import SamplingSection
-from stretto.data.messages import checked_messages, parse_message, parse_messages
+from stretto.data.messages import checked_messages, parse_message, parse_messages, parse_tools
 from stretto.data.records import read_records
 from stretto.data.values import checked_json, with_whole_text
 from stretto.envs.base import TaskSource, tasks_of
@@ -153,6 +153,24 @@ def test_a_key_that_nothing_reads_is_refused_and_two_that_differ_are() -> None:
         parse_message({"role": "user", "content": "a", "step_loss_mask": 1, "weight": 0}, "here")
     with pytest.raises(DataError, match="must be 1, or 0"):
         parse_message({"role": "user", "content": "a", "weight": 0.5}, "here")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_number_that_is_not_finite_in_a_call_of_a_record_is_refused(number: float, is_text: bool) -> None:
+    arguments: Any = {"a": [number]}
+    function = {"name": "add", "arguments": json.dumps(arguments) if is_text else arguments}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    with pytest.raises(DataError, match=r"rows.jsonl:1.*arguments of add.*\['a'\].* is (nan|-inf), which JSON"):
+        parse_message(message, "rows.jsonl:1")
+
+
+@pytest.mark.parametrize("tool", [{}, {"type": "web_search"}, {"type": "function", "function": {"parameters": {}}}])
+def test_a_tool_that_names_no_function_is_refused(tool: dict[str, Any]) -> None:
+    named = [{"name": "add"}, {"type": "function", "function": {"name": "add"}}]
+    assert parse_tools(named, "tools", "rows.jsonl:1") == named
+    with pytest.raises(DataError, match=r"rows.jsonl:1: tools\[2\] names no function, got .*; write .*'?name"):
+        parse_tools([*named, tool], "tools", "rows.jsonl:1")
 
 
 # -- texts --
