@@ -99,6 +99,7 @@ class ModelClient(ChatModel):
         self._asked: dict[bytes, asyncio.Task[ModelReply]] = {}  # by the requests that are under way
         self.spending = Spending(name, section)
         self.counts = self.spending.counts
+        self._has_failed = False
         if self._replies:
             logger.info("models.%s: %d replies are known from before", name, len(self._replies))
 
@@ -166,15 +167,13 @@ class ModelClient(ChatModel):
                 async with asyncio.timeout(timeout_s):
                     answer = await self._post(kind.url(self.base_url), body, seen)
             except TimeoutError:
-                self.counts["failed"] += 1
                 last = f"; the last answer: {seen[-1]}" if seen else ""
-                raise EngineError(f"models.{self.name}: no reply in {timeout_s:g} s (client.timeout_s){last}") from None
+                raise self._failure(f"no reply in {timeout_s:g} s (client.timeout_s){last}") from None
             except http.RequestRefused as error:
                 raise EnvError(f"models.{self.name} refuses the request: {error}{kind.hint}") from error
             except EngineError as error:
-                self.counts["failed"] += 1
                 hint = kind.hint if "HTTP 404" in str(error) else ""  # the server has no such route
-                raise EngineError(f"models.{self.name}: {error}{hint}") from error
+                raise self._failure(f"{error}{hint}") from error
         reply = self._parsed(answer, kind)
         self.spending.add(reply)
         return reply
@@ -215,9 +214,15 @@ class ModelClient(ChatModel):
             }
             return msgspec.convert(reply, ModelReply)
         except (msgspec.MsgspecError, KeyError, IndexError, TypeError, AttributeError, ValueError) as cause:
-            self.counts["failed"] += 1
-            what = f"the answer of {self.base_url} is {kind.otherwise}"
-            raise EngineError(f"models.{self.name}: {what}: {cause!r}") from None
+            raise self._failure(f"the answer of {self.base_url} is {kind.otherwise}: {cause!r}") from None
+
+    def _failure(self, text: str) -> EngineError:
+        """The error of a request that got no reply. The first is a warning: an environment may catch it and go on."""
+        self.counts["failed"] += 1
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning("models.%s: %s; models/%s/failed counts such requests", self.name, text, self.name)
+        return EngineError(f"models.{self.name}: {text}")
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until the server lists its models; one that has no such list is taken as it is.
@@ -259,7 +264,7 @@ class ModelClient(ChatModel):
         self._kept.close()
         await self._http.close()
         if summary := self.spending.summary():
-            logger.info("models.%s: %s", self.name, summary)
+            logger.log(logging.WARNING if self._has_failed else logging.INFO, "models.%s: %s", self.name, summary)
 
 
 def _text_of(content: Any) -> Any:

@@ -6,9 +6,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from stretto.base.errors import StrettoError
+from stretto.base.files import identity
 from stretto.base.paths import RunDir
 from stretto_python.progress import Display, Progress, is_notebook
 from stretto_python.started import Started
@@ -20,7 +20,8 @@ class Live:
     def __init__(self, started: Started, run: RunDir, *, is_shown: bool = True, is_printed: bool = False) -> None:
         """is_printed: print its lines in a notebook, too, as a dry run's."""
         self.started = started
-        self.progress = Progress(run, started_at=started.started_at)
+        self._config = identity(run.config("run"))  # None, or that of an earlier run of this name
+        self.progress = Progress(run, is_own=True)
         self.progress.state = "running"
         self._display = Display(self.progress) if is_shown and not is_printed and is_notebook() else None
         self._is_printed = is_shown and self._display is None
@@ -39,7 +40,7 @@ class Live:
         """
         run = self.progress.run
         try:
-            while self.is_running and not (run.config("run").exists() and self._is_new(run.config("run"))):
+            while self.is_running and identity(run.config("run")) in (None, self._config):
                 time.sleep(0.05)
         except KeyboardInterrupt:
             self.started.interrupt()
@@ -49,9 +50,6 @@ class Live:
         elif self._display is not None:
             self._thread = threading.Thread(target=self._follow, name="stretto display", daemon=True)
             self._thread.start()
-
-    def _is_new(self, file: Path) -> bool:
-        return file.stat().st_mtime >= self.started.started_at - 1.0
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the process has ended; whether it has. A KeyboardInterrupt stops it, and the wait goes on.

@@ -26,16 +26,16 @@ _NUM_LINES = 6
 class Progress:
     """What is known of a run that goes on, or has ended."""
 
-    def __init__(self, run: RunDir, *, started_at: float | None = None) -> None:
-        """started_at: seconds since the epoch, of the process that is watched; None: the run is only looked at."""
-        self.run, self.started_at = run, started_at
+    def __init__(self, run: RunDir, *, is_own: bool = False) -> None:
+        """is_own: this process has started the run; else it is only looked at."""
+        self.run, self.is_own = run, is_own
         self.lines: list[str] = []
         """The last lines that its process has printed."""
         self.state = ""
         self.part: tuple[str, int, int] | None = None
         """What is done now, how much of it, and of how much (0: not known); None for what has steps."""
         self._tails = {role: MetricsTail(run.metrics(role), max_rows=_MAX_POINTS) for role in _KEYS}
-        self._first: tuple[int, float] | None = None  # step and time of the first step that was seen
+        self._first: tuple[int, float] | None = None  # step and monotonic time of the first step that was seen
 
     def refresh(self) -> None:
         """Read what the run has written since."""
@@ -45,7 +45,7 @@ class Progress:
             except DataError:  # looked at again with the next call
                 continue
         if self._first is None and self.step:
-            self._first = (self.step, time.time())
+            self._first = (self.step, time.monotonic())
 
     @property
     def role(self) -> str:
@@ -75,7 +75,7 @@ class Progress:
         """Seconds until the last step, as the steps that were seen took; None if not known."""
         if self._first is None or not self.max_steps or self.step <= self._first[0]:
             return None
-        per_step = (time.time() - self._first[1]) / (self.step - self._first[0])
+        per_step = (time.monotonic() - self._first[1]) / (self.step - self._first[0])
         return max(0.0, (self.max_steps - self.step) * per_step)
 
     def curve(self) -> list[tuple[int, float]]:
@@ -107,7 +107,7 @@ class Progress:
                 parts.append(
                     f"held out, {mode} " + " -> ".join(f"{points[i][1]:.3f}" for i in sorted({0, len(points) - 1}))
                 )
-        if self.started_at is not None and self.state == "running" and (left := self.left_s()) is not None:
+        if self.is_own and self.state == "running" and (left := self.left_s()) is not None:
             parts.append(f"{duration(left)} left")
         return " · ".join(part for part in parts if part)
 

@@ -40,7 +40,6 @@ class Started:
         is given a pipe for status lines (base/status.py), of which `part` is made.
         """
         self.verb, self._reword = verb, reword
-        self.started_at = time.time()
         self.num_interrupts = 0
         self.part: tuple[str, int, int] | None = None
         """What it does now, how much of it is done, and of how much; total 0: not known."""

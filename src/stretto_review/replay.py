@@ -20,6 +20,7 @@ from pathlib import Path
 
 from stretto import state
 from stretto.base.errors import ConfigError
+from stretto.base.files import identity
 from stretto.base.paths import RunDir
 from stretto.base.rundir import WITHOUT_NEXT_VAR
 from stretto.base.status import harmless
@@ -97,14 +98,15 @@ def replay(words: Sequence[str]) -> int:
 
 def _play(command: Sequence[str], run: RunDir, last: int | None) -> int:
     """Run `rl` to its end, or stop it in order once step `last` is trained; its exit status, 0 if it was stopped."""
-    started_at = time.time()
+    metrics = run.metrics("trainer")
+    before = identity(metrics)  # of an earlier replay, which `rl` deletes
     process = subprocess.Popen(command, env=os.environ | {WITHOUT_NEXT_VAR: "1"})
     is_stopped = False
     while process.poll() is None:
         try:
             if last is None:
                 process.wait()
-            elif not is_stopped and _has_trained(run, last, started_at):
+            elif not is_stopped and _has_trained(metrics, last, before):
                 process.send_signal(signal.SIGINT)
                 is_stopped = True
             time.sleep(POLL_S)
@@ -113,10 +115,9 @@ def _play(command: Sequence[str], run: RunDir, last: int | None) -> int:
     return 0 if is_stopped and process.returncode == 128 + signal.SIGINT else process.returncode
 
 
-def _has_trained(run: RunDir, step: int, since: float) -> bool:
-    """Whether a step is trained, by metrics that are not those of an earlier replay, which `rl` is about to delete."""
-    path = run.metrics("trainer")
-    return path.exists() and path.stat().st_mtime >= since and any(row["step"] >= step for row in read_metrics(path))
+def _has_trained(path: Path, step: int, before: tuple[int, int] | None) -> bool:
+    """Whether a step is trained, by metrics at `path`; before: the identity of those that do not count."""
+    return identity(path) not in (None, before) and any(row["step"] >= step for row in read_metrics(path))
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

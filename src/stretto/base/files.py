@@ -123,6 +123,15 @@ def read_rows(path: Path, *keys: str) -> list[dict[str, Any]] | None:
 # -- locks --
 
 
+def identity(path: Path) -> tuple[int, int] | None:
+    """What changes when a file or directory is written or made anew, whatever the clock says; None if there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
 def open_locked(path: Path, *, is_shared: bool = False, is_new: bool = False) -> int:
     """Open and lock a file, creating it if needed; returns the descriptor.
 

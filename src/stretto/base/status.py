@@ -2,8 +2,9 @@
 
 `report(kind, **fields)` is the writing end; `launch/run/console.py` reads and renders. The pipe's file
 descriptor is in the environment variable STRETTO_STATUS_FD; a process that was started alone has none and logs the
-same line instead. Fields that are missing or None are not shown. The first report that is neither a note nor early
-tells the launcher that the process handles SIGINT and has work to finish: install signal handlers before it.
+same instead: a text as it is, numbers as that line, progress every LOGGED_EVERY_S. Fields that are missing or None are
+not shown. The first report that is neither a note nor early tells the launcher that the process handles SIGINT and has
+work to finish: install signal handlers before it.
 
     phase    text, is_early                what the run does until the first step ("waiting for the engine"); early:
                                            no rollout has started yet, so nothing is lost if the run ends. At the first
@@ -34,6 +35,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,8 +57,12 @@ KINDS = frozenset({"phase", "note", "step", "eval", "summary", "engine", "warnin
 
 FIRST_SHOWN_S, SHOWN_EVERY_S = 1.0, 0.5
 """When progress is first reported, and how often after that; shorter work reports none."""
+LOGGED_EVERY_S = 30.0
+"""How often progress is logged without a launcher."""
 
 _pipe: int | None = None
+_logged: dict[str, float] = {}
+"""By the text of a progress: when it was last logged, or first reported; of a monotonic clock."""
 
 
 def is_supervised() -> bool:
@@ -112,14 +118,28 @@ def report(kind: str, **fields: Any) -> None:
     line = json.dumps({"kind": kind, **fields}, default=_plain)
     fd = _pipe if _pipe is not None else os.environ.get(STATUS_FD_VAR)
     if fd is None:
-        if kind not in ("warning", "progress"):
-            logger.info("%s", line)
+        _log(kind, line, **fields)
         return
     try:
         os.set_blocking(int(fd), False)
         os.write(int(fd), line.encode() + b"\n")
     except OSError as error:
         logger.debug("status line dropped: %s", error)
+
+
+def _log(kind: str, line: str, *, text: str = "", done: int = 0, total: int = 0, **fields: Any) -> None:
+    """Log a status line of a process without a launcher; a warning has been logged before it is reported."""
+    if kind == "progress":
+        now = time.monotonic()
+        if done >= total:
+            _logged.pop(text, None)
+        elif now - _logged.setdefault(text, now) >= LOGGED_EVERY_S:
+            _logged[text] = now
+            logger.info("%s: %d of %d", text, done, total)
+    elif kind in ("phase", "note"):
+        logger.info("%s", text)
+    elif kind != "warning":
+        logger.info("%s", line)
 
 
 @contextmanager

@@ -73,6 +73,7 @@ class OpenAIRoutes:
     def __init__(self, directory: Path, model_name: str, engine: Callable[[], Engine]) -> None:
         self.directory, self.model_name, self._engine = directory, model_name, engine
         self._renderers: dict[str, Renderer] = {}  # by the template's settings
+        self._building = asyncio.Lock()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -244,20 +245,23 @@ class OpenAIRoutes:
         """The renderer with a request's `chat_template_kwargs`; the last few are kept."""
         settings = dict(template_settings or {})
         key = repr(sorted(settings.items()))
-        if key not in self._renderers:
-            model_type = self._engine().core.config.hf.get("model_type")
-            thinking = bool(settings.pop("enable_thinking", False))
-            section = RendererSection(enable_thinking=thinking, settings=settings)
-            build = lambda: build_renderer(self.directory, section, model_type, load_image_processor(self.directory))
-            try:
-                built = await asyncio.to_thread(build)
-            except StrettoError as error:
-                raise Refusal(f"messages: {error}") from error
-            logger.info("chats are rendered by %s", built.description)
-            while len(self._renderers) >= _MAX_RENDERERS:
-                del self._renderers[next(iter(self._renderers))]
-            self._renderers[key] = built
-        return self._renderers[key]
+        async with self._building:  # requests that come at once build it once
+            if key not in self._renderers:
+                model_type = self._engine().core.config.hf.get("model_type")
+                thinking = bool(settings.pop("enable_thinking", False))
+                section = RendererSection(enable_thinking=thinking, settings=settings)
+                build = lambda: build_renderer(
+                    self.directory, section, model_type, load_image_processor(self.directory)
+                )
+                try:
+                    built = await asyncio.to_thread(build)
+                except StrettoError as error:
+                    raise Refusal(f"messages: {error}") from error
+                logger.info("chats are rendered by %s", built.description)
+                while len(self._renderers) >= _MAX_RENDERERS:
+                    del self._renderers[next(iter(self._renderers))]
+                self._renderers[key] = built
+            return self._renderers[key]
 
     async def _render(
         self, renderer: Renderer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None

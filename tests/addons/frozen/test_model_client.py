@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -110,6 +110,23 @@ def test_sampled_requests_are_not_cached_and_a_failed_one_is_asked_again():
         return [*sampled, (await client.chat(ASK)).text]
 
     assert asked(judge, ask, max_retries=0) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("wrong", [401, 500])
+def test_the_first_failure_and_their_number_are_said_though_an_environment_catches_them(wrong, caplog):
+    async def ask(client: ModelClient):
+        for word in "abc":
+            with suppress(EngineError):
+                await client.chat([{"role": "user", "content": word}])
+
+    with caplog.at_level("INFO"):
+        asked(Judge(wrong), ask, max_retries=0)
+        asked(Judge("1"), lambda client: asyncio.gather(*(client.chat(ASK) for _ in range(3))))
+    first, number = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert first.startswith("models.judge: ") and "models/judge/failed" in first
+    assert number == "models.judge: 3 requests, 3 failed"
+    last = caplog.records[-1]
+    assert last.levelname == "INFO" and last.getMessage().startswith("models.judge: 3 requests, 2 cached")
 
 
 def test_the_cache_forgets_what_was_used_longest_ago():

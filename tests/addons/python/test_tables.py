@@ -75,7 +75,7 @@ def test_a_picture_grows_with_the_metrics(tmp_path: Path) -> None:
     run.configs.mkdir(parents=True)
     run.config("run").write_text('{"max_steps": 4}')
     run.metrics("orchestrator").parent.mkdir()
-    progress = Progress(run, started_at=0.0)
+    progress = Progress(run, is_own=True)
     progress.refresh()
     progress.state, progress.lines = "running", ["loading <model>"]
     assert progress.svg() == "" and "loading &lt;model&gt;" in progress._repr_html_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +46,24 @@ def test_a_growing_file_is_reported_until_its_end(reports, tmp_path, monkeypatch
     assert {each["text"] for each in found} == {"checkpoint, MB"} and {each["total"] for each in found} == {5}
     assert done == sorted(done) and len(set(done)) > 2
     assert done[-1] == 5 and max(done[:-1]) == 4  # only its end is the end
+
+
+def test_a_process_without_a_launcher_logs_texts_as_they_are_and_progress_now_and_then(monkeypatch, caplog) -> None:
+    now = [100.0]
+    monkeypatch.delenv(status.STATUS_FD_VAR, raising=False)
+    monkeypatch.setattr(status, "_pipe", None)
+    monkeypatch.setattr(status, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    caplog.set_level("INFO", logger="stretto.base.status")
+    status.report("phase", text="starting an engine")
+    for done in range(1, 11):
+        status.report("progress", text="eval", done=done, total=10)
+        now[0] += status.LOGGED_EVERY_S / 4
+    status.report("warning", role="eval", text="it was logged before")
+    assert [record.getMessage() for record in caplog.records] == [
+        "starting an engine",
+        "eval: 5 of 10",
+        "eval: 9 of 10",
+    ]
 
 
 def test_what_takes_less_than_a_second_has_no_progress(reports, tmp_path) -> None:

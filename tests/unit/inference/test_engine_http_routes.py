@@ -322,6 +322,13 @@ async def test_bad_chat_input_is_a_clear_error(site, body, words):
     assert words in answer["error"]["message"]
 
 
+async def test_chats_that_come_at_once_build_their_renderer_once(site, caplog):
+    caplog.set_level("INFO", logger="stretto.inference.openai")
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    answers = await asyncio.gather(*(site.post(api.CHAT_COMPLETIONS, body) for _ in range(5)))
+    assert {status for status, _ in answers} == {200} and caplog.text.count("chats are rendered by") == 1
+
+
 async def test_tokenize_and_detokenize_are_inverse(site):
     _, tokens = await site.post(api.TOKENIZE, {"prompt": "hello world"})
     assert tokens["count"] == 11 and tokens["max_model_len"] == 512

@@ -51,6 +51,9 @@ if "late" in plan:
 if "second" in plan:
     print("error: orchestrator (pid 1) ended while this rank was still working; see its log.", flush=True)
     (directory / "follower_ended").touch()
+if "future" in plan:
+    log = directory / "logs" / f"{role}.log"
+    os.utime(log, (time.time() + 3600, time.time() + 3600))
 if "exits" in plan:
     sys.exit(int(plan.split("exits")[1]))
 while True:
@@ -383,6 +386,13 @@ async def test_a_stalled_run_is_stopped(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, {"stall_s": 1.0}, **ALL)
     code, output = await launcher.end()
     assert code == 70 and "nothing moved for 1s" in output and "from orchestrator, trainer" in output
+
+
+async def test_a_run_stalls_whatever_the_dates_of_its_logs(tmp_path: Path) -> None:
+    """The clock was set back by an hour, or it is that of a file server."""
+    launcher = Launcher(tmp_path, {"stall_s": 1.0}, **(ALL | {"trainer": "future"}))
+    code, output = await launcher.end()
+    assert code == 70 and "nothing moved for 1s" in output
 
 
 async def test_a_trainer_that_does_not_end_after_the_orchestrator_is_named(tmp_path: Path) -> None:

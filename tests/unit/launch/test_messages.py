@@ -62,6 +62,14 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
         ["c.toml:2, ", "eval.interval = 5", "eval.skip_first_step = true", "eval.env.0.interval = 2",
          "do nothing with eval (`eval` evaluates once)"],
     ),
+    "an eval that is resumed": (
+        "eval", '[resume]\nstep = 3\n[[eval.env]]\nid = "sort-letters"\n', {},
+        ["c.toml:1", "resume", "does nothing with eval (`eval` evaluates once)"],
+    ),
+    "an eval of a model and of engines that run": (
+        "eval", 'model = "m"\n[client]\nbase_url = "http://gpu7:8000/v1"\n[[eval.env]]\nid = "sort-letters"\n', {},
+        ["c.toml:3, c.toml:1", "client.base_url", "does nothing with model = ", "leave model out"],
+    ),
     "a share of draws for an eval": (
         "eval", '[[eval.env]]\nid = "sort-letters"\nratio = 2.0\n', {}, ["eval.env.0.ratio: unknown key"],
     ),

@@ -2,6 +2,7 @@ import asyncio
 import itertools
 import json
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError, DataError, EngineError, EnvError
 from stretto.base.paths import RunDir
+from stretto.config.load import load
 from stretto.config.root import EvalConfig
 from stretto.config.sections.orchestrator import EvalSection, SamplingSection
 from stretto.ledger.reader import LedgerReader
+from stretto.orchestrator.eval import verb as eval_verb
 from stretto.orchestrator.eval.evaluator import Evaluator
 from stretto.orchestrator.eval.results import build_eval_score, format_table, pass_all_k, pass_at_k, shortened
 from stretto.orchestrator.eval.verb import evaluate_engine
@@ -317,6 +320,22 @@ class TextServer:
         return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
 
 
+def served(server):
+    """The address of a text server in a thread of its own, and what ends it."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    url = asyncio.run_coroutine_threadsafe(server.start(), loop).result(60)
+
+    def stop():
+        asyncio.run_coroutine_threadsafe(server.runner.cleanup(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
+        loop.close()
+
+    return url, stop
+
+
 @needs("prime")
 def test_the_verb_evaluates_any_server_that_speaks_text(tmp_path):
     async def scenario():
@@ -343,6 +362,35 @@ def test_the_verb_evaluates_any_server_that_speaks_text(tmp_path):
     sample = json.loads(lines[0])
     assert len(sample["branches"]) == 3 and sample["branches"][0]["prompt"] == "user: w00"
     assert "avg@k" in format_table(scores) and "pass@4" in format_table(scores)
+
+
+@pytest.mark.heavy
+def test_an_eval_that_fails_leaves_what_it_has_found_and_the_next_one_says_what_it_replaces(tmp_path, capsys):
+    """An hour of one environment is not lost by a mistake in the next one."""
+    url, stop = served(TextServer())
+    envs = [{"id": ECHO, "name": "echo"}, {"id": ECHO, "name": "judged", "args": {"broken": True}}]
+    given = {"client": {"base_url": url, "api": "chat"}, "output_dir": tmp_path, "run": {"name": "e"}}
+    cfg = EvalConfig.model_validate(given | {"eval": {"env": envs, "num_examples": 2, "greedy": False}})
+    with pytest.raises(EnvError, match="judged: none of 2 rollouts"):
+        eval_verb.main(cfg)
+    path = cfg.run_path / "eval.json"
+    assert [row["env"] for row in json.loads(path.read_text())] == ["echo"]
+    printed = capsys.readouterr()
+    assert printed.out.count("echo ") == 1 and "replaces it" not in printed.err
+    again = load(EvalConfig, ["@", str(cfg.run_dir.config("eval"))], verb="eval")
+    assert again.eval == cfg.eval
+    whole = again.model_copy(update={"eval": again.eval.model_copy(update={"env": again.eval.env[:1]})})
+    assert eval_verb.main(whole) == 0
+    assert f"{path} is of an earlier eval, and this one replaces it" in capsys.readouterr().err
+    stop()
+
+
+def test_an_eval_has_no_place_in_a_run_that_trains(tmp_path):
+    cfg = EvalConfig.model_validate({"output_dir": tmp_path, "run": {"name": "e"}, "eval": {"env": [{"id": ECHO}]}})
+    cfg.run_dir.configs.mkdir(parents=True)
+    cfg.run_dir.config("run").write_text("{}")
+    with pytest.raises(ConfigError, match=r"run\.name = 'e'.*--run\.name"):
+        eval_verb.main(cfg)
 
 
 def test_what_an_environment_reports_beside_the_reward_is_a_mean_of_each_mode():

@@ -111,7 +111,9 @@ def single_evals(r: EvalConfig, at: At) -> Problems:
     """What the verb `eval` does not do."""
     if not isinstance(r, EvalsConfig):
         keys = ("eval.interval", "eval.env.*.interval", "eval.skip_first_step", "eval.retrigger_on_resume")
-        yield from idle(at, keys, "eval", "use it in a run that trains", why="`eval` evaluates once")
+        yield from idle(at, (*keys, "resume"), "eval", "use it in a run that trains", why="`eval` evaluates once")
+    if r.model is not None:
+        yield from idle(at, "client.base_url", "model", "leave model out", why="an engine is started for it")
     model, api = at("model"), at("client.api")
     if r.model is not None and r.client.api == "chat":
         rule = f"{model} starts an engine of our own, which has tokens; leave {api.path} out, or model"

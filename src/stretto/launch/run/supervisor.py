@@ -147,7 +147,8 @@ class Supervisor:
         self.has_begun = console is None
         """There is work to finish: a status line of the orchestrator has reported it."""
         self._must_finish = False
-        self._last_status_at = time.monotonic()
+        self._last_status_at = self._last_line_at = time.monotonic()
+        self._log_dates: list[int] = []
         self._finish_deadline: float | None = None
         self._end_deadline: float | None = None
 
@@ -354,10 +355,14 @@ class Supervisor:
         return EXIT_FAILED if self._console is None else EXIT_STALLED
 
     def _last_output_at(self) -> float:
-        """When the last status or log line of any process came, as monotonic time."""
-        paths = [child.log for child in self._children.values()]
-        ages = [time.time() - path.stat().st_mtime for path in paths if path.exists()]
-        return max([self._last_status_at, *(time.monotonic() - age for age in ages)])
+        """When the last status or log line of any process came, as monotonic time.
+
+        Dates of logs are compared with each other alone: they are of another clock, which may be set.
+        """
+        dates = [child.log.stat().st_mtime_ns for child in self._children.values() if child.log.exists()]
+        if dates != self._log_dates:
+            self._log_dates, self._last_line_at = dates, time.monotonic()
+        return max(self._last_status_at, self._last_line_at)
 
     async def _stop(self) -> None:
         if not self._has_checked.is_set():

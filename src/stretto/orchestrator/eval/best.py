@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from stretto.base.files import put_in_place
+from stretto.base.files import identity, put_in_place
 from stretto.base.paths import RunDir
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class BestKeeper:
 
     def __init__(self, run: RunDir, start: int = 0) -> None:
         self._run = run
-        self._taken_back = {path: _identity(path) for path in run.weights.glob("step_*") if _number(path) > start}
+        self._taken_back = {path: identity(path) for path in run.weights.glob("step_*") if _number(path) > start}
         self.wanted: int | None = None
         """The version that should be kept, and whose export is not there yet."""
 
@@ -69,7 +69,7 @@ class BestKeeper:
 
     def _is_exported(self, version: int) -> bool:
         path = self._run.weights_step(version)
-        return path.is_dir() and _identity(path) != self._taken_back.get(path)
+        return path.is_dir() and identity(path) != self._taken_back.get(path)
 
     def _kept(self) -> int | None:
         """The version in RUN/weights/best; None if there is none."""
@@ -77,11 +77,6 @@ class BestKeeper:
             return int(json.loads((self._run.best_weights / ABOUT).read_text())[VERSION])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_ino, status.st_mtime_ns
 
 
 def _number(path: Path) -> int:

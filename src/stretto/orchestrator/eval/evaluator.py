@@ -77,20 +77,25 @@ class Evaluator:
         self.played: dict[str, Sequence[Group] | Mapping[str, Any]] = {}
         """Groups of the latest eval by environment (greedy ones: `NAME/greedy`), or the user's function's answer."""
 
-    async def evaluate(self, version: int, *, end: int | None = 0) -> list[EvalScore]:
+    async def evaluate(
+        self, version: int, *, end: int | None = 0, scores: list[EvalScore] | None = None
+    ) -> list[EvalScore]:
         """Scores of every environment that is due, sampled and (if configured) greedy.
+
+        scores: a list that gets each score as soon as it is known, so that the caller has those before an error.
 
         Raises: StrettoError if no rollout of an environment succeeded; its class says who must act.
         """
         self.examples, self.played = [], {}
+        scores = [] if scores is None else scores
         if self._user_function is not None:
             tasks = [task for plan in self._plans for task in plan.tasks]
             is_written = self._run_dir is not None and self.section.save_samples
             path_of = partial(self._samples_path, version, mode="sampled") if is_written else None
-            scores, played = await self._user_function.evaluate(version, tasks, self.section, path_of)
+            found, played = await self._user_function.evaluate(version, tasks, self.section, path_of)
+            scores += found
             self.played.update(played)
         else:
-            scores = []
             for plan in self._plans:
                 if not is_at_interval(plan.interval, version, end=end):
                     continue

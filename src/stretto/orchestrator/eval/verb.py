@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +16,7 @@ from stretto.base.foreign import warn_when_blocked
 from stretto.base.ports import is_free, unused_port
 from stretto.base.status import STATUS_FD_VAR, harmless, report
 from stretto.chat.render import Renderer
+from stretto.config.load import dump, write_json
 from stretto.config.root import EvalConfig, InferenceConfig
 from stretto.config.sections.inference import KEY_VAR
 from stretto.data.hub_model import fetch
@@ -35,20 +37,43 @@ Config = TypeVar("Config", bound=EvalConfig)
 def main(cfg: EvalConfig) -> int:
     """Evaluate running engines, or one started for `cfg.model`; returns the exit status.
 
-    Prints a table; writes eval.json, samples, and a row of metrics.
+    Prints a table; writes eval.json, samples, and a row of metrics. An error or a signal leaves the table and eval.json
+    of what was evaluated before it.
+
+    Raises: ConfigError for the directory of a run that trains, and what `evaluate_engine` raises.
     """
-    cfg.run_path.mkdir(parents=True, exist_ok=True)
+    if cfg.run_dir.config("run").exists():
+        what = f"run.name = {cfg.run_name!r} is a run that trains, in {cfg.run_path}"
+        raise ConfigError(f"{what}; an eval writes other files there: give it a name of its own, --run.name NAME")
+    cfg.run_dir.configs.mkdir(parents=True, exist_ok=True)
     has_reader = bool(os.environ.get(STATUS_FD_VAR))  # of status lines: a script or notebook
     log.setup("eval", cfg.run_dir, cfg.log.level, cfg.log.json_logging, is_quiet=has_reader)
-    scores = asyncio.run(evaluate_engine(cfg))
-    path = cfg.run_path / "eval.json"
-    write_results(path, scores)
-    sys.stdout.write(harmless(format_table(scores)) + f"\n\n{path}\n")
+    path, scores = cfg.run_path / "eval.json", list[EvalScore]()
+    if path.exists():
+        text = "%s is of an earlier eval, and this one replaces it; --run.name gives this one a directory of its own"
+        logger.warning(text, path)
+    write_json(cfg.run_dir.config("eval"), dump(cfg))
+    try:
+        asyncio.run(evaluate_engine(cfg, scores))
+    except asyncio.CancelledError:
+        sys.stderr.write("terminated\n")
+        return 128 + signal.SIGTERM
+    finally:
+        if scores:
+            write_results(path, scores)
+            sys.stdout.write(harmless(format_table(scores)) + f"\n\n{path}\n")
+            sys.stdout.flush()
     return 0
 
 
-async def evaluate_engine(cfg: EvalConfig) -> list[EvalScore]:
-    """Evaluate the engines that the config names."""
+async def evaluate_engine(cfg: EvalConfig, scores: list[EvalScore] | None = None) -> list[EvalScore]:
+    """Evaluate the engines that the config names. SIGTERM cancels it.
+
+    scores: a list that gets each score as soon as it is known.
+    """
+    working = asyncio.current_task()
+    assert working is not None, "this runs in a task"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
     cfg = with_server_address(cfg)
     if cfg.client.api != "chat" and (name := cfg.tokenizer.name or cfg.model) is not None:
         fetch(name, has_weights=False)
@@ -77,7 +102,7 @@ async def evaluate_engine(cfg: EvalConfig) -> list[EvalScore]:
             await engines.wait_ready(section.ready_timeout_s)
             evaluator = standalone_evaluator(cfg, engines, renderer, envs, beside.models)
             version = await version_of(engines, renderer, cfg.run_name)
-        scores = await evaluator.evaluate(version, end=version)
+        scores = await evaluator.evaluate(version, end=version, scores=scores)
         monitors.log(version, eval_row(scores))
         monitors.log_table(version, "eval/samples", evaluator.examples)
         return scores
