@@ -35,6 +35,14 @@ NOT_COMPARED = ("run", "output_dir", "monitors", "resume", "env_vars", "deployme
 MOST_KEYS = 20
 TIMES = ("time", "perf", "inference", "trainer", "incarnation", "progress", "publish", "budget", "canary")
 """First parts of metrics that tell of times and machines, or are of whatever was the latest at that time."""
+OF_ALL_PLAYED = (
+    "groups", "outcomes", "filter", "env", "curriculum", "models", "concurrency", "steering", "speculation",
+)  # fmt: skip
+"""First parts of metrics about all that ended since the last batch: which that is goes by when it was shipped."""
+ALL_PLAYED = ("reward/mean", "reward/std", "off_policy/dropped")
+"""Further ones; the rollouts of the batch alone are in `reward/trained`."""
+OF_BATCH = ("tokens", "sampled_tokens", "micro_batches")
+"""Last parts of those metrics of `batch/` that are no names of environments."""
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
@@ -72,12 +80,14 @@ class Side:
         self.trained = {row["step"]: row for row in read_metrics(self.run.dir.metrics("trainer"))}
         sent = [event["data"] for event in self.ledger.events("weights")]  # of a version that was made again, the last
         self.fingerprints: dict[int, str] = {each["version"]: each["fingerprint"] for each in sent}
+        self.gone: set[int] = set()  # groups that were asked for and whose tokens are no longer kept
 
     def group(self, group_id: int) -> Group | None:
         """None if its tokens are no longer kept."""
         try:
             return self.ledger.group(group_id)
         except DataError:
+            self.gone.add(group_id)
             return None
 
 
@@ -229,8 +239,12 @@ def _first_difference(one: np.ndarray, two: np.ndarray) -> int | None:
 
 
 def _is_learned(name: str) -> bool:
+    """Whether it follows from what was trained alone, and not from the moment at which a batch was shipped."""
     parts = name.split("/")
-    return parts[0] not in TIMES and not parts[-1].endswith(("_s", "_per_s"))
+    first, last = parts[0], parts[-1]
+    of_env = (first == "reward" and len(parts) > 2) or (first == "batch" and last not in OF_BATCH)
+    is_played = of_env or first in OF_ALL_PLAYED or name in ALL_PLAYED
+    return not is_played and first not in TIMES and not last.endswith(("_s", "_per_s"))
 
 
 def _tensors(directory: Path) -> dict[str, HeaderTensor]:
@@ -277,6 +291,7 @@ def diff(words: Sequence[str]) -> int:
         "steps": [len(one.batches), len(two.batches)],
         "compared": len(steps) if not found else steps.index(found[0].step) + 1,
         "differences": [vars(each) for each in found],
+        "unread_groups": len(one.gone | two.gone),
     }
     print(json.dumps(said, default=str) if args.json else harmless(as_text(said, one, two)))
     return int(bool(found) or len(one.batches) != len(two.batches))
@@ -300,16 +315,26 @@ def as_text(said: dict[str, Any], one: Side, two: Side) -> str:
         lines.append(f"config  and {len(said['config']) - MOST_KEYS} more keys (--json has all)")
     if not said["config"]:
         lines.append("config  the same")
-    return "\n".join([*lines, "", difference_text(said["differences"], said["compared"])])
+    lines += ["", difference_text(said["differences"], said["compared"], said["unread_groups"])]
+    if not said["differences"] and len(set(said["steps"])) > 1:
+        lines.append(f"NOT COMPARED: the steps that only one of them has ({' and '.join(map(str, said['steps']))})")
+    return "\n".join(lines)
 
 
-def difference_text(found: Sequence[dict[str, Any]], num_compared: int) -> str:
-    """The fields of the differences of one step, or that there is none in so many steps."""
-    if not found:
-        return f"NO DIFFERENCE in {num_compared} step{'s' if num_compared != 1 else ''}"
-    first, *others = found
-    lines = [f"FIRST DIFFERENCE at step {first['step']}: {_text(first)}"]
-    return "\n".join([*lines, *(f"  also at this step: {_text(each)}" for each in others)])
+def difference_text(found: Sequence[dict[str, Any]], num_compared: int, num_unread: int = 0) -> str:
+    """The fields of the differences of one step, or that there is none in so many steps.
+
+    num_unread: groups whose tokens one of the runs keeps no longer.
+    """
+    lines = [f"NO DIFFERENCE in {num_compared} step{'s' if num_compared != 1 else ''}"]
+    if found:
+        first, *others = found
+        lines = [f"FIRST DIFFERENCE at step {first['step']}: {_text(first)}"]
+        lines += [f"  also at this step: {_text(each)}" for each in others]
+    if num_unread:
+        what = f"tokens, log-probabilities and rewards of {num_unread} groups"
+        lines.append(f"NOT COMPARED: {what}, whose tokens are no longer kept")
+    return "\n".join(lines)
 
 
 def _text(each: dict[str, Any]) -> str:

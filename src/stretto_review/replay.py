@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,15 +59,14 @@ def replay(words: Sequence[str]) -> int:
         if start is not None:
             raise ConfigError(f"stretto replay: --from {start}: a bundle has one step")
         start = min(first.batches) - 1 or None
-    if start is not None and start not in (known := here.complete_checkpoints()):
-        there = f"it has {', '.join(map(str, known))}" if known else "it has none"
-        raise ConfigError(f"stretto replay: --from {start}: {here} has no checkpoint of that step; {there}")
+    newest = max(first.batches)
+    if start is not None:
+        _check_start(here, start, newest)
     is_whole = bool(first.run.config.get("deterministic")) and not is_bundle and not args.training
     name = args.name or f"{here.path.name}-replay"
-    again = RunDir(here.path.absolute().parent / name)
+    again = RunDir((args.output_dir or here.path.parent).absolute() / name)
     if args.name is not None and again.path.exists():
         raise ConfigError(f"--name {name}: {again} is there already and would be deleted; take another")
-    newest = max(first.batches)
     last = newest if args.steps is None else min(newest, (start or 0) + args.steps)
     data = without_ports(json.loads(here.config("run").read_text()))
     had_budget = data.pop("budget", None) is not None  # it ends where the recorded run did
@@ -74,26 +74,35 @@ def replay(words: Sequence[str]) -> int:
         data = as_training(data, here.path.absolute())
         if data.get("max_steps") is None:
             data["max_steps"] = last
-    config = here.path / "exports" / "replay.json"
-    config.parent.mkdir(exist_ok=True)
-    write_json(config, data)
-    command = [sys.executable, "-m", "stretto", "rl", "@", str(config), "--clean"]
-    command += ["--output-dir", str(again.path.parent), "--run.name", name, *rest]
+    given = ["--clean", "--output-dir", str(again.path.parent), "--run.name", name, *rest]
     if start is not None:
-        command += ["--resume.dir", str(here), "--resume.step", str(start)]
+        given += ["--resume.dir", str(here), "--resume.step", str(start)]
     # Shorter than it was to be, it is stopped: a schedule of the learning rate goes by max_steps.
     is_shorter = (had_budget or args.steps is not None) if is_whole else last < data["max_steps"]
-    if (code := _play(command, again, last if is_shorter else None)) != 0:
+    with tempfile.TemporaryDirectory(prefix="stretto-replay-") as scratch:  # the run's own directory stays as it is
+        write_json(config := Path(scratch) / "run.json", data)
+        command = [sys.executable, "-m", "stretto", "rl", "@", str(config), *given]
+        code = _play(command, again, last if is_shorter else None)
+    if code != 0:
         return NOT_PLAYED if 0 < code < 128 else code
     other = Side(str(again))
     steps = [step for step in sorted(first.batches.keys() & other.batches.keys()) if step <= last]
     if not steps:
         raise ConfigError(f"{again}: it has trained no step that {here} has")
     found = first_difference(Comparison(first, other, args.tolerance, is_whole=is_whole), steps)
-    text = difference_text([vars(each) for each in found], len(steps))
-    verdict = text if is_whole else f"{text} of training"
+    verdict = difference_text([vars(each) for each in found], len(steps), len(first.gone | other.gone))
+    verdict += "" if is_whole or found else " of training"
     print(harmless(f"\n{here}, played again as {again}:\n{verdict}"))
     return int(bool(found))
+
+
+def _check_start(here: RunDir, start: int, newest: int) -> None:
+    """Raises: ConfigError if a run cannot be played from this step on."""
+    if start not in (known := here.complete_checkpoints()):
+        there = f"it has {', '.join(map(str, known))}" if known else "it has none"
+        raise ConfigError(f"stretto replay: --from {start}: {here} has no checkpoint of that step; {there}")
+    if start >= newest:
+        raise ConfigError(f"stretto replay: --from {start}: {here} has trained no step after {newest}; begin earlier")
 
 
 def _play(command: Sequence[str], run: RunDir, last: int | None) -> int:
@@ -132,18 +141,22 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--training", action="store_true", help="only the training, of a deterministic run too")
     parser.add_argument("--tolerance", type=float, default=0.0, metavar="T", help="numbers may differ by T (0)")
     parser.add_argument("--name", metavar="NAME", help="name of the new run (NAME of the run, and -replay)")
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="where the new run is (beside the run)")
     parser.add_argument("--bundle", type=int, metavar="N", help="play nothing: write step N as a file to send")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"the file (RUN/exports/step_N{SUFFIX})")
     parser.refuse_near(words)
     args, rest = parser.parse_known_args(list(words))
     if args.bundle is not None:
         played = {"--from": args.start, "--steps": args.steps, "--name": args.name, "--training": args.training or None}
+        played["--output-dir"] = args.output_dir
         if idle := [flag for flag, value in played.items() if value is not None] + rest[:1]:
             raise ConfigError(
                 f"stretto replay: {idle[0]} does nothing with --bundle, which plays nothing; leave it out"
             )
     elif args.out is not None:
         raise ConfigError(f"stretto replay: --out {args.out} is the file of --bundle N; give that too, or leave it out")
+    if named := [word for word in rest if word.partition("=")[0] in ("--run.name", "--run-name")]:
+        raise ConfigError(f"stretto replay: {named[0]}: the name of the new run is --name NAME here")
     if args.steps is not None and args.steps < 1:
         raise ConfigError(f"stretto replay: --steps {args.steps}: give at least 1")
     if not 0 <= args.tolerance < math.inf:

@@ -34,6 +34,8 @@ def rescore(words: Sequence[str]) -> int:
     """Judge the rollouts of a run anew and print what changes; exit status 1 if no reply could be judged."""
     args = _parse(words)
     run, began = Run(args.run), time.monotonic()
+    if args.write:
+        scores.make_place(run.dir, args.write)  # it is known now whether they can be kept, not after all is judged
     groups = groups_of(run, args.steps)
     job = Job(run.path.absolute(), tuple(args.reward), args.timeout)
     judged = sorted(judge_all(job, groups, args.workers), key=lambda each: each.group_id)

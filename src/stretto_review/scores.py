@@ -6,6 +6,7 @@ Beside it NAME.json is what changes with them, which the page shows.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,12 +39,24 @@ def path_of(run: RunDir, name: str) -> Path:
     return run.path / "scores" / f"{name}.jsonl"
 
 
+def make_place(run: RunDir, name: str) -> Path:
+    """The file of these scores, whose directory is made. Raises: ConfigError if nothing can be written there."""
+    path = path_of(run, name)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        is_writable = os.access(path.parent, os.W_OK)
+    except OSError:
+        is_writable = False
+    if not is_writable:
+        raise ConfigError(f"--write {name}: nothing can be written to {path.parent}; rescore a copy of the run")
+    return path
+
+
 def save(
     run: RunDir, name: str, rewards: Iterable[str], lines: Iterable[Line], found: dict[str, Any] | None = None
 ) -> Path:
     """Write scores, instead of those of this name if there are some; found: what changes with them."""
-    path = path_of(run, name)
-    path.parent.mkdir(exist_ok=True)
+    path = make_place(run, name)
     rows: list[Any] = [{"rewards": list(rewards)}, *lines]
     write_atomic(path, b"\n".join(map(msgspec.json.encode, rows)) + b"\n", is_durable=True)
     about = path.with_suffix(".json")

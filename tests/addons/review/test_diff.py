@@ -137,3 +137,30 @@ def test_weights_that_were_not_exported_are_compared_as_they_were_sent(
     found = told(one, run("two", "cd"), capsys)
     assert (found["step"], found["quantity"], found["second"]) == (2, "weight", "shm/1/crc32/cd")
     assert told(one, run("other way", "cd", "filesystem/2/crc32"), capsys) == {}
+
+
+def test_what_ended_since_the_last_batch_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which groups that is goes by when the batch was shipped: a run that was resumed counts them otherwise."""
+    run, other = (write_run(tmp_path / name, GROUPS) for name in ("one", "two"))
+    names = ("groups/drawn", "outcomes/reply_cut", "reward/mean", "reward/words/mean", "batch/words", "env/words/x")
+    for number, path in enumerate((run, other)):
+        rows = [{"time": 0.0, "step": step, "batch/tokens": 7, **dict.fromkeys(names, number)} for step in (1, 2, 3)]
+        RunDir(path).metrics("orchestrator").parent.mkdir(exist_ok=True)
+        RunDir(path).metrics("orchestrator").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert told(run, other, capsys) == {}
+    path = RunDir(other).metrics("orchestrator")
+    path.write_text(path.read_text().replace('"batch/tokens": 7', '"batch/tokens": 8', 1))
+    assert told(run, other, capsys)["where"] == "batch/tokens"
+
+
+def test_groups_whose_tokens_are_gone_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (write_run(tmp_path / name, GROUPS) for name in ("one", "two"))
+    RunDir(two).segment(0).unlink()
+    assert diff([str(one), str(two)]) == 0
+    assert f"NOT COMPARED: tokens, log-probabilities and rewards of {GROUPS} groups" in capsys.readouterr().out
+
+
+def test_steps_that_only_one_run_has_are_told(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diff([str(run), str(write_run(tmp_path / "two", GROUPS - 4))]) == 1
+    said = capsys.readouterr().out
+    assert "NO DIFFERENCE in 2 steps" in said and "NOT COMPARED: the steps that only one of them has (3 and 2)" in said

@@ -20,7 +20,7 @@ from stretto.vime import Arguments
 from stretto_python.run import Run
 from stretto_review.export import export
 from stretto_review.recorded import as_training, batch_of_step, unpack, without_ports, write_bundle
-from stretto_review.replay import replay
+from stretto_review.replay import NOT_PLAYED, replay
 
 GROUPS, STEP = 12, 2
 ORDER = [0, 1, 2, 3, 4, 5, 6, 8, 7, 9, 10, 11]
@@ -81,6 +81,8 @@ def test_steps_without_a_checkpoint_or_a_batch_are_refused(run: Path, capsys: py
         (["--out", "x.bundle"], "--out x.bundle is the file of --bundle N"),
         (["--bundle", "1", "--steps", "2"], "--steps does nothing with --bundle"),
         (["--bundle", "1", "--training"], "--training does nothing with --bundle"),
+        (["--bundle", "1", "--output-dir", "x"], "--output-dir does nothing with --bundle"),
+        (["--run.name", "x"], "--run.name: the name of the new run is --name NAME"),
         (["--bundle", "1", "--trainer.optim.lr", "1"], "--trainer.optim.lr does nothing with --bundle"),
     ],
 )
@@ -88,6 +90,23 @@ def test_words_that_would_do_nothing_are_refused(run: Path, words: list[str], to
     with pytest.raises(ConfigError, match=told):
         replay([str(run), *words])
     assert not (run / "exports").exists() and not (run.parent / "one-replay").exists()
+
+
+def test_a_replay_from_the_last_step_is_refused_before_it_starts(run: Path) -> None:
+    checkpointed(run, GROUPS // 4)
+    with pytest.raises(ConfigError, match=r"--from 3: .* no step after 3"):
+        replay([str(run), "--from", "3"])
+    assert not (run.parent / "one-replay").exists()
+
+
+def test_a_replay_writes_nothing_into_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be somebody else's, who lets nobody write there."""
+    run = write_run(tmp_path / "one", GROUPS, config={"orchestrator": {"algo": {"type": "grpo"}, "env": []}})
+    played: list[list[str]] = []
+    monkeypatch.setattr("stretto_review.replay._play", lambda command, again, last: played.append(command) or 1)
+    assert replay([str(run), "--output-dir", str(tmp_path / "mine")]) == NOT_PLAYED
+    assert not (run / "exports").exists()
+    assert played[0][played[0].index("--output-dir") + 1] == str(tmp_path / "mine")
 
 
 def test_a_bundle_that_is_not_there_is_no_missing_run(tmp_path: Path) -> None:

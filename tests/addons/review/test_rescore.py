@@ -150,3 +150,15 @@ def test_wrong_words_are_told(run: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             rescore([str(run), *words, "--workers", "1"])
+
+
+@pytest.mark.parametrize(("name", "told"), [("../x", "use letters"), ("x", "nothing can be written to .*scores")])
+def test_scores_that_cannot_be_kept_are_refused_before_they_are_computed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    monkeypatch.setattr("stretto_review.rescore.judge_all", lambda *words: pytest.fail("it was judged"))
+    (tmp_path / "configs").symlink_to(run / "configs")
+    (tmp_path / "ledger.sqlite").symlink_to(run / "ledger.sqlite")
+    (tmp_path / "scores").write_text("no directory")
+    with pytest.raises(ConfigError, match=told):
+        rescore([str(tmp_path), "--reward", "exact", "--write", name])
