@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from processes.add_ons import needs
 
 from stretto.cli import main
 from stretto_bench import hardware
@@ -51,6 +52,7 @@ def error_of(capsys, *words: str) -> str:
     return capsys.readouterr().err
 
 
+@needs("clusters")
 @pytest.mark.parametrize(
     "words, expected",
     [
@@ -67,6 +69,7 @@ def test_what_cannot_be_planned_is_one_message(words, expected, capsys) -> None:
     assert expected in message and "Traceback" not in message
 
 
+@needs("clusters")
 def test_a_config_json_of_an_unknown_family_is_one_message(tmp_path, capsys) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "perceiver"}')
     assert "model_type = 'perceiver'" in error_of(capsys, GLM_5, "--model-config", str(tmp_path))

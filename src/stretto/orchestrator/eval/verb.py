@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ from stretto.orchestrator.eval.results import format_table, write_results
 from stretto.orchestrator.eval_scores import EvalScore, eval_row
 from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine.client import EngineClient
+
+logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=EvalConfig)
 
