@@ -37,6 +37,7 @@ def test_a_large_run_is_planned_without_torch_and_without_a_gpu() -> None:
     assert all(memory["fits"] for memory in found["memory"])
 
 
+@needs("families")
 def test_shapes_of_the_table_are_those_of_transformers() -> None:
     from transformers import AutoConfig
 
@@ -52,7 +53,7 @@ def error_of(capsys, *words: str) -> str:
     return capsys.readouterr().err
 
 
-@needs("clusters")
+@needs("clusters", "families")
 @pytest.mark.parametrize(
     "words, expected",
     [
