@@ -52,13 +52,20 @@ def read(text: str, tmp_path: Path) -> RLConfig:
 
 
 @needs("prime")
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs("routers") if "multi_node" in text or "disaggregated" in text else ())
+        for name, text in FILES.items()
+    ],
+)
 def test_a_file_is_taken_as_it_stands(name, tmp_path):
     cfg = read(FILES[name], tmp_path)
     hosts = [f"node-{node}" for node in range(cfg.inference.deployment.num_nodes)]
     assert plan_engines(cfg.inference, hosts).engines
 
 
+@needs("routers")
 def test_three_replicas_of_six_nodes_are_eighteen_and_three_routers(tmp_path):
     cfg = read(WHOLE, tmp_path)
     assert cfg.weight_broadcast.type == cfg.trainer_config().weight_broadcast.type == "collective"

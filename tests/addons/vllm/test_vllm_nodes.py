@@ -7,6 +7,7 @@ import re
 
 import pytest
 from cases.plans import planned_engines, summary, words_of_router
+from processes.add_ons import needs
 
 from stretto.base.errors import ConfigError
 from stretto.config.sections.engines import PEERS_VAR
@@ -29,6 +30,7 @@ def test_an_engine_whose_ranks_are_on_other_machines_too_takes_the_gpus_of_its_o
         assert engine.num_gpus == num_gpus, extra
 
 
+@needs("routers")
 def test_multi_node_without_expert_parallelism_is_one_engine_per_node():
     data = {"deployment": {"type": "multi_node", "num_nodes": 2}, "parallel": {"tp": 2, "dp": 4}}
     plan = planned_engines(data, NODES)
@@ -39,6 +41,7 @@ def test_multi_node_without_expert_parallelism_is_one_engine_per_node():
     assert "--worker-urls http://node-0:8100 http://node-1:8100" in words_of_router(plan)
 
 
+@needs("routers")
 def test_wide_expert_parallelism_is_one_engine_over_all_nodes():
     data = {
         "deployment": {"type": "multi_node", "num_nodes": 2},
@@ -60,6 +63,7 @@ def test_wide_expert_parallelism_is_one_engine_over_all_nodes():
     assert [e.env for e in plan.engines] == [{PEERS_VAR: f"http://node-{other}:8100"} for other in (1, 0)]
 
 
+@needs("routers")
 def test_nodes_of_an_engine_share_its_tensor_parallel_ranks_and_the_first_one_serves():
     data = {"deployment": {"type": "multi_node", "num_nodes": 4, "nodes_per_engine": 2}, "parallel": {"tp": 8, "pp": 2}}
     plan = planned_engines(data, NODES)
@@ -83,6 +87,7 @@ def test_one_engine_over_all_nodes_has_no_router():
     assert plan.base_urls == plan.admin_urls == ("http://node-0:8000",) and not plan.routers
 
 
+@needs("routers")
 def test_readers_and_writers_have_their_own_degrees_and_nodes():
     """Four readers of 4 GPUs on two nodes, and a writer whose 16 are two more."""
     shape = {"type": "disaggregated", "num_prefill_replicas": 4, "num_prefill_per_node": 2, "prefill_tp": 4}
@@ -132,6 +137,7 @@ def test_readers_and_writers_that_do_not_fit_their_nodes_are_refused(shape, mess
         planned_engines({"deployment": {"type": "disaggregated"} | shape}, NODES)
 
 
+@needs("routers")
 def test_groups_have_their_own_degrees_and_options_behind_one_router():
     groups = [
         {"num_engines": 2, "overrides": {"max_num_seqs": 8, "quantization": "fp8"}},
@@ -151,6 +157,7 @@ def test_groups_have_their_own_degrees_and_options_behind_one_router():
     assert plan.base_urls == ("http://h:8000",) and len(plan.admin_urls) == 3
 
 
+@needs("routers")
 def test_groups_fill_nodes_in_their_order_and_leave_what_they_say():
     groups = [{"tp": 16}, {"tp": 4, "idle_gpus": 2}, {"num_engines": 2}]
     plan = planned_engines({"deployment": {"type": "groups", "num_nodes": 3, "groups": groups}}, NODES[:3])
@@ -179,6 +186,7 @@ def test_groups_that_do_not_fill_their_nodes_are_refused(groups, message):
         planned_engines({"deployment": {"type": "groups", "num_nodes": 2, "groups": groups}}, NODES)
 
 
+@needs("routers")
 def test_disaggregation_of_the_documents_spans_six_nodes():
     data = {
         "deployment": {
@@ -218,6 +226,7 @@ def test_disaggregation_of_the_documents_spans_six_nodes():
     assert line.count("--prefill http://") == 4 and line.count("--decode http://") == 2
 
 
+@needs("routers")
 def test_replicas_of_the_whole_shape_have_a_router_each():
     shape = {"type": "disaggregated", "num_prefill_nodes": 2, "num_decode_nodes": 2, "num_prefill_replicas": 2}
     section = InferenceSection.model_validate({"model": "m", "deployment": shape})
@@ -230,6 +239,7 @@ def test_replicas_of_the_whole_shape_have_a_router_each():
         plan_replicas(section, NODES, 4)
 
 
+@needs("routers")
 def test_the_simplest_disaggregation_has_two_nodes_per_side():
     data = {"deployment": {"type": "disaggregated", "num_prefill_nodes": 2, "num_decode_nodes": 2}}
     plan = planned_engines(data, NODES[:4])
@@ -237,6 +247,7 @@ def test_the_simplest_disaggregation_has_two_nodes_per_side():
     assert all(e.section.parallel.dp == 16 for e in plan.engines)
 
 
+@needs("routers")
 def test_disaggregation_can_be_tried_out_on_one_machine():
     data = {"deployment": {"type": "disaggregated", "is_local": True, "num_decode_replicas": 2}}
     plan = planned_engines(data, ["127.0.0.1"], is_cpu=True)
@@ -260,6 +271,7 @@ def test_native_offload_is_a_connector_and_turns_prefix_caching_on(disk):
     assert config.get("spec_name") == ("TieringOffloadingSpec" if disk else None)
 
 
+@needs("routers")
 def test_mooncake_has_one_store_for_all_engines():
     data = {
         "kv_cache_offload": {"type": "mooncake", "cpu": {"num_bytes": 1000}, "protocol": "tcp"},
@@ -280,6 +292,7 @@ def test_mooncake_has_one_store_for_all_engines():
     )
 
 
+@needs("routers")
 def test_disaggregation_and_offload_are_two_connectors_in_one():
     data = {"kv_cache_offload": {"type": "native", "cpu": {"num_bytes": 1000}}, "deployment": {"type": "disaggregated"}}
     config = planned_engines(data, NODES[:2]).engines[0].section.vllm_extra["kv_transfer_config"]
