@@ -109,7 +109,7 @@ class Critic(Valuer):
         self.network = build(
             module, model=model, optim=optim, mesh=mesh, error_prefix="the critic's ", lr_key="trainer.critic.lr"
         )
-        self.mesh = self.network.mesh
+        self.module, self.mesh = module, self.network.mesh
         self.step = 0
         """The last step of the run in which it was trained."""
         self._sums = StepSums()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.config.root import RLConfig, SFTConfig
+from stretto.config.sections.inference import CPU_CACHE_TOKENS
 from stretto.config.sections.model import ActivationCheckpointSection
 from stretto.config.sections.trainer import AdamWOptim, MuonOptim, Optim, SgdOptim, SignSgdOptim
 from stretto.families.shape import ModelConfig
@@ -24,8 +25,6 @@ MAX_SAVED_LOGITS = 1 << 21
 """As models/lm_head.py: up to this many logits are kept for the backward pass."""
 OFFLOAD_BUCKET_BYTES = 256 * 2.0**20
 """Optimizer state on its way through the GPU at once (trainer/optim/offload.py)."""
-CPU_CACHE_TOKENS = 65_536
-"""As inference/embedded/core.py: the most that a cache on a CPU holds by default."""
 
 
 @dataclass(frozen=True)

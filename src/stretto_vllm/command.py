@@ -13,14 +13,13 @@ from pathlib import Path
 
 from stretto.base.errors import ConfigError
 from stretto.config.flags import option_of
-from stretto.config.sections.inference import KEY_VAR, InferenceSection
+from stretto.config.sections.inference import CPU_CACHE_TOKENS, KEY_VAR, InferenceSection
 from stretto.config.sections.model import dtype_on
 from stretto.data.model_file import read_model_file
 from stretto_vllm.plan.adapters import DRAFTS, missing_room, num_experts
 from stretto_vllm.plan.flags import VLLM
 from stretto_vllm.plan.models import CPU_BLOCK_SIZE, ServedModel
 
-CPU_CACHE_TOKENS = 65_536
 BYTES = {"float32": 4, "bfloat16": 2}
 WEIGHTS_BACKEND = "stretto"
 """Name of our engine in vLLM's registry of weight transfers."""

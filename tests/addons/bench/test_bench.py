@@ -188,7 +188,7 @@ def test_bad_input_is_one_message(verb, words, text, model: Path, tmp_path, monk
     ("words", "said"),
     [
         (["--bench", "--bench.step", "3"], "did you mean --bench.steps?"),
-        (["--bench", "--bench.steps", "zero"], "--bench.steps: 'zero' is not"),
+        (["--bench", "--bench.steps", "zero"], "--bench.steps: zero: give at least 1"),
     ],
 )
 def test_a_wrong_flag_or_value_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,8 @@ GROUP_KEYS = (
 """Keys of [inference] that may differ between groups of engines."""
 KEY_VAR = "VLLM_API_KEY"
 """Environment variable of an engine's process: its API key, if the config has none."""
+CPU_CACHE_TOKENS = 65_536
+"""The most that a cache on a CPU holds by default."""
 
 
 class ServerSection(Section):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stretto.addons import object_at
 from stretto.base.errors import ConfigError, DataError
+from stretto.config.sections.inference import CPU_CACHE_TOKENS
 from stretto.inference.embedded import image_prompts
 from stretto.inference.embedded.adapters import POLICY, Adapters
 from stretto.inference.embedded.adjustments import Adjustments, Encode
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CPU_CACHE_TOKENS = 65_536
 _BLOCK_KEYS_PER_SLAB_KEY = 2  # slabs hold at most one key for every two in blocks
 
 
@@ -586,11 +586,11 @@ def _tokens_that_fit(model: Decoder, settings: CoreSettings) -> int:
     device, dtype = model.output_weight.device, model.output_weight.dtype
     per_token = _cache_class(model.config).bytes_per_token(model.config, dtype)
     if not per_token:  # no layer attends
-        return max(_CPU_CACHE_TOKENS, model.config.max_position_embeddings)
+        return max(CPU_CACHE_TOKENS, model.config.max_position_embeddings)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         # A tenth of the GPU's memory stays free for the activations and logits of a step.
         budget = max(free - int((1 - settings.gpu_memory_utilization) * total) - total // 10, 0)
         return max(budget // per_token, settings.block_size)
     with_slabs = per_token + -(-per_token // _BLOCK_KEYS_PER_SLAB_KEY)
-    return min(_CPU_CACHE_TOKENS, max(free_memory() // 4 // with_slabs, settings.block_size))
+    return min(CPU_CACHE_TOKENS, max(free_memory() // 4 // with_slabs, settings.block_size))

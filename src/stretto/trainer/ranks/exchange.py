@@ -24,21 +24,21 @@ ALONE = "alone"
 """The group of a single process."""
 
 
-def gather(value: T, kind: Any, group: Any = None, device: torch.device = CPU) -> list[T]:
+def gather(value: T, kind: Any, group: Any = None) -> list[T]:
     """The values of all ranks of a group, in rank order, on each of them.
 
-    kind: the type of the values, for example `tuple[str, int]`. device: where the group's backend wants tensors.
+    kind: the type of the values, for example `tuple[str, int]`.
 
     Raises: WireError or DataError if a rank sent something else.
     """
     if group == ALONE:
         return [value]
-    message = _message(value, device)
-    size = torch.tensor([len(message)], device=device)
+    message = _message(value, CPU)
+    size = torch.tensor([len(message)])
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
     lengths = [int(each) for each in sizes]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(message)] = message
     buffers = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(buffers, padded, group=group)
@@ -48,7 +48,8 @@ def gather(value: T, kind: Any, group: Any = None, device: torch.device = CPU) -
 def broadcast(value: T, kind: Any, source: int = 0, group: Any = None, device: torch.device = CPU) -> T:
     """The value of one rank of a group, on each of them.
 
-    source: its number among all ranks. The other parameters and errors are those of `gather`.
+    source: its number among all ranks. device: where the group's backend wants tensors. The other parameters and errors
+    are those of `gather`.
     """
     if group == ALONE:
         return value
