@@ -10,7 +10,7 @@ from test_chat_templates import CHATML, MARKED, renderer_of, sources
 from test_families import renderer_of as renderer_of_family
 
 from stretto.base.errors import DataError
-from stretto.chat.conversations import ONE_TURN, TOOL
+from stretto.chat.conversations import CALL, ONE_TURN, TOOL
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.sections.model import RendererSection
@@ -148,3 +148,25 @@ def test_a_reply_without_a_message_before_it_is_left_out_with_what_to_do():
     row = [{"role": "assistant", "content": "b"}]
     rendered = renderer_of(sources()["llama3_1"], name="template").render_sft(row, LossMaskSection())
     assert rendered.num_left_out == 1 and "put a message of the user before the reply" in rendered.why
+
+
+def test_a_reply_is_trained_behind_its_prompt_where_the_template_shows_the_history_otherwise_afterwards():
+    renderer = renderer_of(sources()["gptoss"], name="template")  # a text beside a call is dropped behind an answer
+    called = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
+    found = {"role": "tool", "content": "At noon.", "name": "look_up", "tool_call_id": CALL["id"]}
+    row = [*ONE_TURN, called, found, {"role": "assistant", "content": "b"}]
+    rendered = renderer.render_sft(row, LossMaskSection(), [TOOL])
+    [(ids, mask, _)] = rendered.examples
+    assert rendered.num_left_out == 0
+    assert renderer.decode(ids[mask]).endswith("<|call|><|channel|>final<|message|>b<|return|>")
+    prompt = renderer.render_text(row[:3], [TOOL])
+    assert renderer.decode(ids) == prompt + "<|channel|>final<|message|>b<|return|>"
+
+
+def test_a_reply_behind_a_reply_is_trained_where_the_template_shows_the_first_otherwise_afterwards():
+    renderer = renderer_of(sources()["qwen3"], name="template")  # the last reply alone has an empty thought
+    row = [*ONE_TURN, {"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}]
+    rendered = renderer.render_sft(row, LossMaskSection())
+    [(ids, mask, _)] = rendered.examples
+    assert rendered.num_left_out == 0 and renderer.decode(ids[mask]) == "b<|im_end|>c<|im_end|>"
+    assert renderer.decode(ids) == renderer.render_text(row[:2]) + "c<|im_end|>"
