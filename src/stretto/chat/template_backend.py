@@ -166,7 +166,7 @@ class TemplateBackend:
         if shown.startswith(asked) and self._shows_reply(shown[len(asked) :], reply):
             return Reply(*self._shown_reply(asked, shown, [*history, reply], tools))
         # The template shows the history otherwise behind a reply, which is sampled behind the prompt all the same.
-        lead = asked.removeprefix(self._text(history, tools, False))
+        lead = asked.removeprefix(self._text(history, tools, False)) if history else ""
         if lead and lead in shown and not self.template.marks_replies(tools):
             tail = shown.rpartition(lead)[2]
             if self._shows_reply(tail, reply):

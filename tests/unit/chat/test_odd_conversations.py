@@ -10,7 +10,7 @@ from test_chat_templates import CHATML, MARKED, renderer_of, sources
 from test_families import renderer_of as renderer_of_family
 
 from stretto.base.errors import DataError
-from stretto.chat.conversations import CALL, ONE_TURN, TOOL
+from stretto.chat.conversations import CALL, ONE_TURN, TOOL, TWO_TURNS
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.sections.model import RendererSection
@@ -170,3 +170,13 @@ def test_a_reply_behind_a_reply_is_trained_where_the_template_shows_the_first_ot
     [(ids, mask, _)] = rendered.examples
     assert rendered.num_left_out == 0 and renderer.decode(ids[mask]) == "b<|im_end|>c<|im_end|>"
     assert renderer.decode(ids) == renderer.render_text(row[:2]) + "c<|im_end|>"
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_system_message_in_whose_place_the_template_shows_a_later_one_is_refused(is_later):
+    renderer = renderer_of(sources()["deepseek_r1_distill"], name="template")
+    first, second = ({"role": "system", "content": text} for text in ("Be brief.", "Be kind."))
+    assert "Be brief." in renderer.render_text([first, *ONE_TURN])
+    row = [first, *TWO_TURNS[1:3], second, TWO_TURNS[3]] if is_later else [first, second, *ONE_TURN]
+    with pytest.raises(DataError, match=r"drops a message of the role 'system' \(message 0\)"):
+        renderer.render_prompt(row)
