@@ -180,3 +180,23 @@ def test_a_system_message_in_whose_place_the_template_shows_a_later_one_is_refus
     row = [first, *TWO_TURNS[1:3], second, TWO_TURNS[3]] if is_later else [first, second, *ONE_TURN]
     with pytest.raises(DataError, match=r"drops a message of the role 'system' \(message 0\)"):
         renderer.render_prompt(row)
+
+
+def test_a_thought_that_a_family_drops_is_not_taken_for_shown_where_the_answer_or_the_end_has_its_words():
+    renderer = renderer_of_family("hy3")
+    for thought in ("No", "so"):  # "so" is in the text of its end token
+        row = [*TWO_TURNS[1:], {"role": "assistant", "content": "No.", "reasoning_content": thought}]
+        rendered = renderer.render_sft(row, LossMaskSection())
+        assert rendered.num_left_out == 1 and "does not show the thought of message 3" in rendered.why
+
+
+@pytest.mark.parametrize("parameters", [{"properties": {"a": True}}, {"properties": {"a": "string"}}])
+def test_a_tool_that_the_library_does_not_expect_is_refused_in_one_line(parameters):
+    tool = {"type": "function", "function": {"name": "look_up", "description": "b", "parameters": parameters}}
+    renderer = renderer_of_family("nemotron-3")
+    with pytest.raises(
+        DataError, match=r"^the renderer of the family nemotron-3 refuses the conversation: \w+Error: .*$"
+    ):
+        renderer.render_prompt(ONE_TURN, [tool])
+    with pytest.raises(DataError, match="nemotron-3 refuses"):
+        renderer.render_sft([*ONE_TURN, {"role": "assistant", "content": "b"}], LossMaskSection(), [tool])
