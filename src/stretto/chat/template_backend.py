@@ -363,7 +363,10 @@ class TemplateBackend:
             plain, spans = unmarked(marked or "")
             if plain == text:
                 return spans
-        raise DataError(f"{self.name}: the text of single messages cannot be told from the template's")
+        raise DataError(
+            f"{self.name}: the text of single messages cannot be told from the template's; train replies alone, or "
+            f"give another template as {self.template.place}.template"
+        )
 
     # -- one reply --
 
