@@ -204,7 +204,5 @@ def test_a_tool_that_the_library_does_not_expect_is_refused_in_one_line(paramete
 
 def test_what_a_template_refuses_is_one_line_with_what_to_do():
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('No\nsystem, please.') }}{% endif %}" + CHATML
-    with pytest.raises(
-        DataError, match=r"roles system, user, .*: No system, please; .* or give another .*$"
-    ):
+    with pytest.raises(DataError, match=r"roles system, user, .*: No system, please; .* or give another .*$"):
         renderer_of(strict).render_prompt(TWO_TURNS)
