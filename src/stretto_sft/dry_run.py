@@ -14,6 +14,7 @@ from stretto.check.checkpoint import check_resumed
 from stretto.check.models import check_model
 from stretto.config.root import SFTConfig
 from stretto.config.sections.sft import PREFERENCE, EnvData, PreferenceData, RewardSection
+from stretto.data.pictures import image_parts
 from stretto.dry_run import (
     boxed,
     budget_rows,
@@ -39,7 +40,7 @@ from stretto_sft.rows import check_schedule, find_last_step, load_examples, read
 COMPARED_ROWS = 4
 """Rows in which the same long texts are looked for."""
 LOOKED_AT_ROWS = 100
-"""Rows that are rendered, and in which a reply is looked for."""
+"""Rows in which a reply is looked for, and that are rendered if they have no images."""
 COUNTED_ROWS = 5000
 """Most rows that are rendered to know how many steps the epochs are."""
 LONG_ROW = 200  # tokens of a row in which they are worth it
@@ -95,6 +96,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     except (ConfigError, DataError) as error:
         text = "\n".join(f"{message['role']}: {message.get('content')}" for message in row.messages)
         return boxed(f"{row.where}, not rendered:", text), str(error), ""
+    rows = [each for each in rows if each is row or not any(image_parts(each.messages))]  # pictures take long
     found = [render_row(each, renderer, cfg.loss_mask) for each in rows]
     rendered = found[rows.index(row)]
     if not any(each.examples for each in found):

@@ -126,7 +126,8 @@ _WORD = "zqxhighvz"  # a text that nobody writes
 class Shown:
     """What a way to write conversations shows: its tools, and each message where it stands.
 
-    A message is tried in the conversation at hand, once per role, role before it, and with or without tools.
+    A message is tried in the conversation at hand, once per role, role before it, with or without tools, and whether a
+    system message comes later, which may take the place of an earlier one.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Shown:
         tools: whether it shows descriptions of tools; write: a conversation as text, None if it is refused.
         """
         self._name, self._place, self._shows_tools, self._write = name, place, tools, write
-        self._cases: set[tuple[str, str | None, bool]] = set()
+        self._cases: set[tuple[str, str | None, bool, bool]] = set()
 
     def check(self, messages: Sequence[Message], tools: Sequence[Message] | None, first: int = 0) -> None:
         """Check that nothing of a conversation is dropped; messages before `first` are known to be shown.
@@ -167,7 +168,8 @@ class Shown:
     def _check_message(self, messages: Sequence[Message], index: int, tools: Sequence[Message] | None) -> None:
         message, content = messages[index], messages[index].get("content")
         role, before = message["role"], messages[index - 1]["role"] if index else None
-        case = (role, before, bool(tools))
+        is_followed = role == "system" and any(each["role"] == "system" for each in messages[index + 1 :])
+        case = (role, before, bool(tools), is_followed)
         if role == "assistant" or case in self._cases or not content:
             return
         word: Any = [{"type": "text", "text": _WORD}] if isinstance(content, list) else _WORD

@@ -31,6 +31,7 @@ TWO_TURNS: list[Message] = [
     {"role": "assistant", "content": "A piece with one theme."},
     {"role": "user", "content": "And a stretto?"},
 ]
+LATER_SYSTEM: list[Message] = [*TWO_TURNS[1:3], TWO_TURNS[0], TWO_TURNS[3]]
 WITH_TOOLS: list[Message] = [
     {"role": "user", "content": "When is high tide?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -46,6 +47,7 @@ THINKING: list[Message] = [
 FIXED: dict[str, tuple[list[Message], list[Message] | None]] = {
     "one turn": (ONE_TURN, None),
     "system and two turns": (TWO_TURNS, None),
+    "a later system message": (LATER_SYSTEM, None),
     "tools": (WITH_TOOLS, [TOOL]),
     "thinking": (THINKING, None),
 }

@@ -219,7 +219,8 @@ class FamilyBackend:
         self._check_next(history, messages, tools)
         messages = self._identified([*history, *messages])[len(history) :]
         before = _as_list(prompt_ids), _as_list(completion_ids)
-        found = self._backend.bridge_to_next_turn(*before, list(messages), tools=tools)
+        with self._refusals():
+            found = self._backend.bridge_to_next_turn(*before, list(messages), tools=tools)
         known = [*before[0], *before[1]]
         if found is None or found.token_ids[: len(known)] != known:  # it drops tokens behind an end token
             return None
@@ -379,21 +380,27 @@ class FamilyBackend:
         return self._decode(ids)
 
     def _shows_reply(self, reply: Message, token_ids: list[int]) -> bool:
-        """Whether tokens of a reply have its thought, its text, and the name of each function that it calls."""
-        shown = self._decode(token_ids)
-        parts = [reply.get("reasoning_content"), reply.get("content")]
+        """Whether tokens of a reply have its thought, then its text, and the name of each function that it calls."""
+        shown = self._decode(token_ids[: -1 if token_ids[-1] in self.stop_ids else None])
         names = [call["function"].get("name") for call in reply.get("tool_calls") or ()]
-        texts = [part.strip() for part in [*parts, *names] if isinstance(part, str)]
-        # A tokenizer may write a letter otherwise: Qwen's composes an e and an accent.
-        return all(text in shown or self._decode(self._encode(text)).strip() in shown for text in texts)
+        start = 0
+        for part in (reply.get("reasoning_content"), reply.get("content")):
+            text = part.strip() if isinstance(part, str) else ""
+            # A tokenizer may write a letter otherwise: Qwen's composes an e and an accent.
+            spellings = (text, self._decode(self._encode(text)).strip())
+            found = next((each for each in spellings if shown.find(each, start) >= 0), None)
+            if found is None:
+                return False
+            start = shown.index(found, start) + len(found)
+        return all(name in shown for name in names if isinstance(name, str))
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
         """What the library says of a conversation that it refuses, as an error of who wrote the conversation."""
         try:
             yield
-        except ValueError as cause:
-            why = str(cause)
+        except Exception as cause:  # whatever a renderer of the library raises for data that it does not expect
+            why = str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}"
             if isinstance(cause, ValidationError):  # of several lines
                 first = cause.errors()[0]
                 why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.60}"

@@ -359,7 +359,7 @@ class Renderer:
         if end := next((text for text in map(self.tokenizer.token_text, self.stop_ids) if text and text in said), ""):
             return f"message {index} has the text {end!r}, with which a sampled reply would end; write it otherwise"
         if index == 0:
-            return f"{self.name} has no prompt for message 0: put a message of the user before the reply"
+            return f"{self.name} does not show message 0 without a prompt: put a message of the user before the reply"
         without = {key: value for key, value in reply.items() if key != "reasoning_content"}
         if reply.get("reasoning_content") and self._backend.reply(history, without, tools) is not None:
             return (

@@ -165,6 +165,12 @@ class TemplateBackend:
             return None  # many templates need a first message before a reply
         if shown.startswith(asked) and self._shows_reply(shown[len(asked) :], reply):
             return Reply(*self._shown_reply(asked, shown, [*history, reply], tools))
+        # The template shows the history otherwise behind a reply, which is sampled behind the prompt all the same.
+        lead = asked.removeprefix(self._text(history, tools, False)) if history else ""
+        if lead and lead in shown and not self.template.marks_replies(tools):
+            tail = shown.rpartition(lead)[2]
+            if self._shows_reply(tail, reply):
+                return Reply(*self._shown_reply(asked, asked + tail, [*history, reply], tools))
         if self._other_mode is not None:
             mode, messages = self._other_mode, self._prepared([*history, reply])
             other = mode.render(messages[:-1], tools, add_generation_prompt=True)
@@ -357,7 +363,10 @@ class TemplateBackend:
             plain, spans = unmarked(marked or "")
             if plain == text:
                 return spans
-        raise DataError(f"{self.name}: the text of single messages cannot be told from the template's")
+        raise DataError(
+            f"{self.name}: the text of single messages cannot be told from the template's; train replies alone, or "
+            f"give another template as {self.template.place}.template"
+        )
 
     # -- one reply --
 

@@ -193,8 +193,10 @@ class ChatTemplate:
         except Exception as cause:  # templates are programs of others, and may raise anything
             with_tools = " with tools" if tools else ""
             roles = ", ".join(str(m.get("role")) for m in messages[:8]) + (", ..." if len(messages) > 8 else "")
+            why = " ".join(str(cause).split()).rstrip(".")
             raise DataError(
-                f"the chat template ({self.where}) refuses messages of the roles {roles or 'none'}{with_tools}: {cause}"
+                f"the chat template ({self.where}) refuses messages of the roles {roles or 'none'}{with_tools}: {why}; "
+                f"change these, or give another template as {self.place}.template"
             ) from cause
 
 

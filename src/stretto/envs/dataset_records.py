@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import msgspec
 
 from stretto import addons
-from stretto.base.errors import ConfigError, DataError
+from stretto.base.errors import ConfigError, DataError, StrettoError
 from stretto.data.image_columns import column_of, with_images
 from stretto.data.messages import parse_messages, parse_tools, refuse_unread, short_repr
+from stretto.data.pictures import image_parts
 from stretto.data.records import read_records
 from stretto.data.values import checked_json, refuse_surrogates
 from stretto.envs.base import Message, NeedsTokenizer, RunInfo, Split
@@ -49,6 +50,8 @@ TYPE_NAMES = {
     "list[str] | None": "a list of texts",
 }
 """What an error message calls the types of arguments."""
+_LOOKED_AT = 100
+"""First records of a split whose prompts are rendered, to refuse with its place what the model cannot take."""
 
 
 @dataclass(frozen=True)
@@ -226,13 +229,16 @@ class Records:
         assert self.run.encode is not None, "checked when the environment was built"
         return self.run.encode(text)
 
-    def _is_too_long(self, row: dict[str, Any]) -> bool:
-        limit, prompt = self.settings.max_prompt_tokens, row["prompt"]
-        if limit is None:
-            return False
-        tokens = self.prompt_ids(prompt, row["tools"])
-        assert tokens is not None, "checked when the environment was built"
-        return len(tokens) > limit
+    def _num_tokens(self, row: dict[str, Any], where: str) -> int:
+        """Tokens of a row's prompt; 0 without the policy's tokenizer.
+
+        Raises: DataError and others of ours, with the row's place, if the model cannot take the prompt.
+        """
+        try:
+            tokens = self.prompt_ids(row["prompt"], row["tools"])
+        except StrettoError as cause:
+            raise type(cause)(f"{where}: {cause}") from cause
+        return 0 if tokens is None else len(tokens)
 
     def prompt_ids(self, prompt: str | list[Message], tools: list[dict] | None) -> Int32[np.ndarray, " tokens"] | None:
         """int32 tokens of a prompt as the policy gets it; None if its tokenizer is not available here."""
@@ -258,12 +264,14 @@ class Records:
     ) -> list[dict[str, Any]]:
         """The rows of records that are not too long; each changes the fingerprint of the split."""
         found, num_long, limit = [], 0, self.settings.max_prompt_tokens
-        for where, record in records:
+        for number, (where, record) in enumerate(records):
             row = self._row(record, where)
             encoded = _as_json(row, where)  # first: a tokenizer refuses some texts without saying where
-            if self._is_too_long(row):
-                num_long += 1
-                continue
+            if limit is not None or (number < _LOOKED_AT and not _has_images(row)):
+                num_tokens = self._num_tokens(row, where)
+                if limit is not None and num_tokens > limit:
+                    num_long += 1
+                    continue
             found.append(row)
             self.fingerprints[split] = zlib.crc32(encoded, self.fingerprints[split])
         if not found and not num_long:
@@ -406,6 +414,10 @@ def _keys_of(record: Mapping[str, Any], missing: str) -> str:
 def is_comparable(label: Any) -> bool:
     """Can a reply equal this label? True for text and finite numbers; parquet columns with gaps hold NaN."""
     return isinstance(label, str | int) or (isinstance(label, float) and math.isfinite(label))
+
+
+def _has_images(row: dict[str, Any]) -> bool:
+    return not isinstance(row["prompt"], str) and any(image_parts(row["prompt"]))
 
 
 def _as_json(row: dict[str, Any], where: str) -> bytes:

@@ -168,9 +168,15 @@ class Chain:
         return message
 
 
+TEXTS = (
+    "Yes.", "a b\n\nc", "é", "12", " \n b \n", "\U0001f468\u200d\U0001f469 \u05e9\u05dc", "e\u0301\uff21\ufb01",
+    "x" * 300, "{{ x }} {% y %}", "\U000f1000\U00100000", "\u25c1|\u25b7\r\n\t\x00",
+)  # fmt: skip
+
+
 def replies_for(renderer: Renderer, rng: random.Random) -> list[dict]:
     traits = renderer._backend.traits
-    replies = [{"role": "assistant", "content": text} for text in ("Yes.", "a b\n\nc", "é", "12")]
+    replies = [{"role": "assistant", "content": text} for text in TEXTS]
     if traits.thinking is not None and traits.thinking.is_shown:
         replies.append({"role": "assistant", "content": "No.", "reasoning_content": "Seven\ntimes."})
     if traits.shows_tools and traits.shows_calls and renderer._backend.tool_format is not None:
@@ -213,7 +219,7 @@ def test_a_rollout_is_extended_as_the_template_shows_it_and_sft_trains_the_same_
     num_played = num_extended = 0
     for name, source in sources().items():
         renderer = renderer_of(source, name="template", enable_thinking=True)
-        for seed in range(3):
+        for seed in range(5):
             try:
                 played = play(renderer, seed)
             except StrettoError as error:

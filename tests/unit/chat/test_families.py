@@ -98,7 +98,17 @@ def described(family: str, tools: Toolset) -> list[dict] | None:
     return None if family in SHOW_NO_TOOLS else tools.schemas
 
 
-TEXTS = ["yes", "a b", "x=1\n\ny", "é", "ok.", "1"]
+TEXTS = [
+    "yes",
+    "a b",
+    "x=1\n\ny",
+    "é",
+    "ok.",
+    "1",
+    "\U0001f468\u200d\U0001f469 \u05e9\u05dc",
+    "{{ x }} \U000f1000",
+    "e\u0301\t'\\",
+]
 THOUGHTS = [None, "hm", "so\nthen"]
 
 

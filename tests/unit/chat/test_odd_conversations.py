@@ -10,7 +10,7 @@ from test_chat_templates import CHATML, MARKED, renderer_of, sources
 from test_families import renderer_of as renderer_of_family
 
 from stretto.base.errors import DataError
-from stretto.chat.conversations import ONE_TURN, TOOL
+from stretto.chat.conversations import CALL, ONE_TURN, TOOL, TWO_TURNS
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import load_tokenizer
 from stretto.config.sections.model import RendererSection
@@ -148,3 +148,61 @@ def test_a_reply_without_a_message_before_it_is_left_out_with_what_to_do():
     row = [{"role": "assistant", "content": "b"}]
     rendered = renderer_of(sources()["llama3_1"], name="template").render_sft(row, LossMaskSection())
     assert rendered.num_left_out == 1 and "put a message of the user before the reply" in rendered.why
+
+
+def test_a_reply_is_trained_behind_its_prompt_where_the_template_shows_the_history_otherwise_afterwards():
+    renderer = renderer_of(sources()["gptoss"], name="template")  # a text beside a call is dropped behind an answer
+    called = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
+    found = {"role": "tool", "content": "At noon.", "name": "look_up", "tool_call_id": CALL["id"]}
+    row = [*ONE_TURN, called, found, {"role": "assistant", "content": "b"}]
+    rendered = renderer.render_sft(row, LossMaskSection(), [TOOL])
+    [(ids, mask, _)] = rendered.examples
+    assert rendered.num_left_out == 0
+    assert renderer.decode(ids[mask]).endswith("<|call|><|channel|>final<|message|>b<|return|>")
+    prompt = renderer.render_text(row[:3], [TOOL])
+    assert renderer.decode(ids) == prompt + "<|channel|>final<|message|>b<|return|>"
+
+
+def test_a_reply_behind_a_reply_is_trained_where_the_template_shows_the_first_otherwise_afterwards():
+    renderer = renderer_of(sources()["qwen3"], name="template")  # the last reply alone has an empty thought
+    row = [*ONE_TURN, {"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}]
+    rendered = renderer.render_sft(row, LossMaskSection())
+    [(ids, mask, _)] = rendered.examples
+    assert rendered.num_left_out == 0 and renderer.decode(ids[mask]) == "b<|im_end|>c<|im_end|>"
+    assert renderer.decode(ids) == renderer.render_text(row[:2]) + "c<|im_end|>"
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_system_message_in_whose_place_the_template_shows_a_later_one_is_refused(is_later):
+    renderer = renderer_of(sources()["deepseek_r1_distill"], name="template")
+    first, second = ({"role": "system", "content": text} for text in ("Be brief.", "Be kind."))
+    assert "Be brief." in renderer.render_text([first, *ONE_TURN])
+    row = [first, *TWO_TURNS[1:3], second, TWO_TURNS[3]] if is_later else [first, second, *ONE_TURN]
+    with pytest.raises(DataError, match=r"drops a message of the role 'system' \(message 0\)"):
+        renderer.render_prompt(row)
+
+
+def test_a_thought_that_a_family_drops_is_not_taken_for_shown_where_the_answer_or_the_end_has_its_words():
+    renderer = renderer_of_family("hy3")
+    for thought in ("No", "so"):  # "so" is in the text of its end token
+        row = [*TWO_TURNS[1:], {"role": "assistant", "content": "No.", "reasoning_content": thought}]
+        rendered = renderer.render_sft(row, LossMaskSection())
+        assert rendered.num_left_out == 1 and "does not show the thought of message 3" in rendered.why
+
+
+@pytest.mark.parametrize("parameters", [{"properties": {"a": True}}, {"properties": {"a": "string"}}])
+def test_a_tool_that_the_library_does_not_expect_is_refused_in_one_line(parameters):
+    tool = {"type": "function", "function": {"name": "look_up", "description": "b", "parameters": parameters}}
+    renderer = renderer_of_family("nemotron-3")
+    with pytest.raises(
+        DataError, match=r"^the renderer of the family nemotron-3 refuses the conversation: \w+Error: .*$"
+    ):
+        renderer.render_prompt(ONE_TURN, [tool])
+    with pytest.raises(DataError, match="nemotron-3 refuses"):
+        renderer.render_sft([*ONE_TURN, {"role": "assistant", "content": "b"}], LossMaskSection(), [tool])
+
+
+def test_what_a_template_refuses_is_one_line_with_what_to_do():
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('No\nsystem, please.') }}{% endif %}" + CHATML
+    with pytest.raises(DataError, match=r"roles system, user, .*: No system, please; .* or give another .*$"):
+        renderer_of(strict).render_prompt(TWO_TURNS)

@@ -7,13 +7,14 @@ import datetime
 import json
 import socket
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import aiohttp
 import pyarrow
 import pyarrow.parquet
 import pytest
 from aiohttp import web
-from cases.dataset import RENDERER, dataset, module_writer, play, sampled_text, write_rows
+from cases.dataset import RENDERER, RUN, dataset, module_writer, play, sampled_text, write_rows
 from fakes import CharRenderer, FakeEngine, FakeTrainer, parrot, run_virtual
 from orchestrator_runs import config, train
 
@@ -203,6 +204,21 @@ def test_without_a_template_a_system_prompt_is_refused_unless_the_text_has_it(tm
     dataset(path, apply_chat_template=False)
 
 
+@pytest.mark.parametrize("limit", [None, 100])
+def test_a_prompt_that_the_model_cannot_take_is_refused_with_its_line(tmp_path, limit):
+    def prompt_ids(messages, tools):
+        if tools:
+            raise DataError("the chat template shows no tools")
+        return RENDERER.render_prompt(messages)
+
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "a", "label": "b"}] * 2 + [{"prompt": "a", "label": "b", "tools": [{"name": "look_up"}]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = {"path": str(path)} | ({} if limit is None else {"max_prompt_tokens": limit})
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: the chat template shows no tools"):
+        load_environment("dataset", arguments, "mine", replace(RUN, prompt_ids=prompt_ids))
+
+
 def test_long_prompts_are_skipped_and_the_others_stay_in_order(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x" * n, "label": "y"}) + "\n" for n in (3, 30, 4, 40)))
@@ -217,12 +233,12 @@ def test_tools_of_a_record_reach_the_template(tmp_path, monkeypatch):
     tools = [{"type": "function", "function": {"name": "look"}}]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a", "label": "a", "tools": json.dumps(tools)}) + "\n")
-    seen = []
+    seen, env = [], dataset(path)
     render = CharRenderer.render_prompt
     monkeypatch.setattr(
         CharRenderer, "render_prompt", lambda self, m, tools=None: seen.append(tools) or render(self, m)
     )
-    play(dataset(path), members=1)
+    play(env, members=1)
     assert seen == [tools]
 
 
