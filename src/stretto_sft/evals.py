@@ -37,6 +37,7 @@ class OnlineEvals:
         assert cfg.eval is not None
         self._section, self._learner, self._run, self._max_steps = cfg.eval, learner, cfg.run_dir, max_steps
         self._published, self._has_failed = -1, False
+        self._said_lost: set[int] = set()
         model = cfg.model.name
         if cfg.model.scratch is not None:  # an engine starts from a directory
             model = str(self._run.eval_model)
@@ -103,6 +104,7 @@ class OnlineEvals:
             return
         self._release()
         logger.info("step %d: published weights to be evaluated in %.2fs", step, time.perf_counter() - start)
+        self._say_lost()
 
     def wait_for_results(self) -> dict[int, dict[str, float]]:
         """Wait for the remaining results; mean rewards by version and "environment/mode".
@@ -123,7 +125,16 @@ class OnlineEvals:
             time.sleep(POLL_S)
         if self._child.returncode:
             raise EngineError(self._exit_message())
+        self._say_lost()
         return read_results(self._run.evals)
+
+    def _say_lost(self) -> None:
+        """Warn of versions whose evals failed, once: the process beside goes on with the next one."""
+        paths = self._run.evals.glob("version_*/results.json")
+        lost = {version_of(path) for path in paths if read_rows(path) == []} - self._said_lost
+        self._said_lost |= lost
+        if lost:
+            logger.warning("no eval of version %s: %s says why", ", ".join(map(str, sorted(lost))), self._child.log)
 
     def close(self) -> None:
         """Stop the process, even if it is not done."""
@@ -151,12 +162,16 @@ class OnlineEvals:
         self._publisher.release(next(iter(self._waiting_versions()), self._published) - 1)
 
 
+def version_of(path: Path) -> int:
+    """The version of an eval's results."""
+    return int(path.parent.name.partition("_")[2])
+
+
 def read_results(evals: Path) -> dict[int, dict[str, float]]:
     """Mean rewards by version, for every eval with results; one that failed or is damaged has none."""
     means = {}
     for path in evals.glob("version_*/results.json"):
         if not (rows := read_rows(path, "env", "mode", "mean")):
             continue
-        version = int(path.parent.name.partition("_")[2])
-        means[version] = {f"{row['env']}/{row['mode']}": row["mean"] for row in rows}
+        means[version_of(path)] = {f"{row['env']}/{row['mode']}": row["mean"] for row in rows}
     return dict(sorted(means.items()))

@@ -88,3 +88,5 @@ def test_an_environment_that_fails_costs_the_evals_and_nothing_else(tmp_path):
     assert json.loads(run.summary.read_text())["evals"] == {}
     log = run.log("evals").read_text()
     assert "no eval of version 2" in log and "no eval of version 4" in log and "on strike" in log
+    said = " ".join(line for line in output.splitlines() if "no eval of version" in line)
+    assert all(str(version) in said for version in (0, 2, 4)) and f"{run.log('evals')} says why" in said

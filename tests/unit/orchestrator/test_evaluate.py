@@ -1,7 +1,9 @@
 import asyncio
 import itertools
 import json
+import os
 import random
+import signal
 import threading
 
 import numpy as np
@@ -382,6 +384,29 @@ def test_an_eval_that_fails_leaves_what_it_has_found_and_the_next_one_says_what_
     whole = again.model_copy(update={"eval": again.eval.model_copy(update={"env": again.eval.env[:1]})})
     assert eval_verb.main(whole) == 0
     assert f"{path} is of an earlier eval, and this one replaces it" in capsys.readouterr().err
+    stop()
+
+
+@pytest.mark.heavy
+def test_sigterm_ends_an_eval_in_order_with_the_scores_it_has(tmp_path, capsys):
+    class Ends(TextServer):
+        async def chat(self, request):
+            if len(self.bodies) == 2:  # those of the first environment
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(3)
+            return await super().chat(request)
+
+    url, stop = served(Ends())
+    envs = [{"id": ECHO, "name": "echo"}, {"id": ECHO, "name": "later"}]
+    given = {"client": {"base_url": url, "api": "chat"}, "output_dir": tmp_path, "run": {"name": "e"}}
+    cfg = EvalConfig.model_validate(given | {"eval": {"env": envs, "num_examples": 2, "greedy": False}})
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert eval_verb.main(cfg) == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [row["env"] for row in json.loads((cfg.run_path / "eval.json").read_text())] == ["echo"]
+    assert capsys.readouterr().err.endswith("terminated\n")
     stop()
 
 
