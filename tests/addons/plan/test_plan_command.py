@@ -21,7 +21,7 @@ pytest.importorskip("stretto_prime")  # whose words these examples are written i
 GLM_5 = "examples/glm5_llmd/rl.toml"
 
 
-@needs("clusters", "families")
+@needs("clusters", "families", "routers")
 @pytest.mark.heavy
 def test_a_large_run_is_planned_without_torch_and_without_a_gpu() -> None:
     code = (

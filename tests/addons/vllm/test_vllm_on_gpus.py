@@ -176,6 +176,7 @@ SHAPES = {
 }  # fmt: skip
 
 
+@needs("routers")
 @pytest.mark.parametrize("name", each(SHAPES, "copies", "experts over nodes"))
 def test_shapes_of_engines_are_what_vllm_starts(name: str, ask: Ask) -> None:
     words, number = SHAPES[name]
