@@ -15,7 +15,7 @@ import pyarrow.parquet as parquet
 import pytest
 from cases.vime import put_megatron
 from PIL import Image
-from processes.add_ons import skip_if_told
+from processes.add_ons import needs, skip_if_told
 
 from stretto.cli import main
 from stretto.config.load import dump
@@ -25,6 +25,10 @@ from stretto_vime.flags.resolved import find
 CASES = Path(__file__).parents[2] / "cases"
 LAUNCHES = tomllib.loads((CASES / "vime_launches.toml").read_text())
 START = "--ref-load MEGATRON/{model} --load RUNS/{model}/ --save RUNS/{model}/ --save-interval 20"
+OF_FAMILIES = ("deepseek", "moonlight", "kimi", "glm5", "gpt-oss", "qwen3.5", "minimax")
+RUNS = [
+    pytest.param(name, marks=needs("families") if name.startswith(OF_FAMILIES) else ()) for name in LAUNCHES["runs"]
+]
 FILES = {
     "with_tool.py": "async def generate(args, sample, sampling_params):\n    return sample\n\n\n"
     "async def reward_func(args, sample):\n    return {'score': 1.0}\n\n\n"
@@ -112,7 +116,7 @@ def words_of(directory: Path, name: str) -> list[str]:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", LAUNCHES["runs"])
+@pytest.mark.parametrize("name", RUNS)
 def test_the_flags_of_a_launch_script_are_a_plan(name, directory, capsys):
     words = words_of(directory, name)
     code = main(["vime", *words])
@@ -126,7 +130,7 @@ def test_the_flags_of_a_launch_script_are_a_plan(name, directory, capsys):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", LAUNCHES["runs"])
+@pytest.mark.parametrize("name", RUNS)
 def test_where_megatron_core_is_it_trains_or_a_note_says_why_not(name, directory, monkeypatch):
     put_megatron(directory, monkeypatch)
     wanted = LAUNCHES["runs"][name].get("with_megatron")
