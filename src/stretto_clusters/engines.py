@@ -128,16 +128,19 @@ def _start(run: RunDir, options: argparse.Namespace, words: list[str]) -> int:
             is_asked.wait(POLL_S)
         if engine.returncode is None and not is_asked.is_set():
             _wish(run, "on", [url], options.wait)
-            look_at = time.monotonic() + RUN_S
+            look_at, is_out = time.monotonic() + RUN_S, False
             sys.stdout.write(f"{url}: up; it joins (stretto engines list {run})\n")
             sys.stdout.flush()
             while engine.returncode is None and not is_asked.wait(POLL_S):
                 if (now := time.monotonic()) > look_at:
                     look_at = now + RUN_S
-                    if describe(run)["state"] == "done":
+                    if is_out := _is_out(run, url):
+                        sys.stdout.write(f"{url}: it was removed from the run\n")
+                        is_asked.set()
+                    elif describe(run)["state"] == "done":
                         sys.stdout.write(f"{url}: the run is done\n")
                         is_asked.set()
-            if engine.returncode is None and describe(run)["state"] not in ENDED:
+            if engine.returncode is None and not is_out and describe(run)["state"] not in ENDED:
                 _ask(run, "removed", [url], options.wait, options.wait + END_S)
             else:
                 _wish(run, "removed", [url], 0.0)
@@ -220,6 +223,11 @@ def _ask(run: RunDir, state: str, urls: list[str], wait_s: float, timeout_s: flo
 def _name_in(names: Collection[str], url: str) -> str:
     """Which of these addresses is this engine; the address itself if none is."""
     return url if url in names else next((each for each in names if is_same_server(each, url)), url)
+
+
+def _is_out(run: RunDir, url: str) -> bool:
+    """Whether somebody has asked the run to remove this engine, and it has."""
+    return read_json(_file(run, url)).get("state") == "removed" and url not in fleet_of(run)["engines"]
 
 
 def fleet_of(run: RunDir) -> dict[str, Any]:

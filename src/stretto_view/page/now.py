@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ def _left(steps: Sequence[Mapping[str, Any]], max_steps: int | None) -> float | 
     recent = [row for row in steps if row.get("incarnation") == steps[-1].get("incarnation")]
     if not max_steps or len(recent) < 2:
         return None
-    (first, last), took = (recent[0], recent[-1]), recent[-1]["time"] - recent[0]["time"]
+    first, last = recent[0], recent[-1]
+    # Where the clock was set back, that step does not count.
+    took = sum(max(0.0, after["time"] - before["time"]) for before, after in pairwise(recent))
     return max(0.0, (max_steps - last["step"]) * took / max(1, last["step"] - first["step"]))
 
 

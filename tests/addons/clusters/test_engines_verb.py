@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from stretto.base import process
 from stretto.base.errors import ConfigError
 from stretto.base.paths import RunDir
 from stretto.ledger import Ledger
+from stretto_clusters import engines as verb
 from stretto_clusters.engines import END_S, _wish, engines
 
 URL = "http://gpu7:8000"
@@ -158,6 +162,33 @@ def test_an_engine_that_is_removed_already_is_removed(run: RunDir, capsys: pytes
     _wish(run, "removed", [URL], 0.0)
     assert engines(["remove", str(run), URL, "--timeout", "30"]) == 0
     assert capsys.readouterr().out == f"{URL}: removed\n"
+
+
+def test_start_ends_when_its_engine_is_removed_by_another_command(
+    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.config("inference").write_text("{}")
+    spec = {"role": "inference", "argv": ["x", str(run.config("inference"))]}
+    run.plan.write_text(json.dumps({"processes": [spec]}))
+    start = process.start
+    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(process, "start", lambda name, argv, **how: start(name, sleeps, **how))
+    monkeypatch.setattr(verb, "_is_up", lambda url: True)
+    monkeypatch.setattr(verb, "RUN_S", 0.05)
+
+    def remove() -> None:  # as `stretto engines remove` and the run do
+        while not run.engines.exists() or not (files := list(run.engines.glob("*.json"))):
+            time.sleep(0.01)
+        _wish(run, "removed", [json.loads(files[0].read_text())["url"]], 0.0)
+
+    threading.Thread(target=remove).start()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert engines(["start", str(run), "--host", "gpu7", "--port", "8000", "--wait", "0"]) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert f"{URL}: it was removed from the run\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "[::1]", socket.gethostname()])

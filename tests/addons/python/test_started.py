@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +29,23 @@ def test_an_interrupt_while_the_run_is_drawn_stops_it_and_is_no_error() -> None:
     assert started.follow(lambda line: None, draw, time.monotonic() + 60)
     assert started.num_interrupts == 1 and not started.is_running
     started.check()
+
+
+def test_a_run_has_begun_once_its_configuration_is_new_whatever_the_clock_says(tmp_path: Path) -> None:
+    """An earlier run of this name has left one; the clock is set back before the next one is written."""
+    run = RunDir(tmp_path)
+    run.configs.mkdir()
+    run.config("run").write_text("{}")
+    past = time.time() - 3600
+    live = Live(SimpleNamespace(is_running=True), run, is_shown=False)
+    waiting = threading.Thread(target=live.begin, daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "the earlier run's configuration is not this one's"
+    run.config("run").write_text('{"max_steps": 3}')
+    os.utime(run.config("run"), (past, past))
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
 def test_an_interrupt_while_the_interpreter_starts_is_no_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -14,13 +15,18 @@ import pytest
 from stored_runs import write_run
 
 from stretto.base.errors import ConfigError, DataError
+from stretto.base.files import identity
 from stretto.base.paths import RunDir
 from stretto.ledger.reader import LedgerReader
 from stretto.vime import Arguments
 from stretto_python.run import Run
 from stretto_review.export import export
 from stretto_review.recorded import as_training, batch_of_step, unpack, without_ports, write_bundle
+<<<<<<< HEAD
 from stretto_review.replay import NOT_PLAYED, replay
+=======
+from stretto_review.replay import _has_trained, replay
+>>>>>>> wt-walks
 
 GROUPS, STEP = 12, 2
 ORDER = [0, 1, 2, 3, 4, 5, 6, 8, 7, 9, 10, 11]
@@ -209,3 +215,16 @@ def test_a_place_that_cannot_be_made_is_told(run: Path, verb: Any) -> None:
     more = ["--bundle", "1"] if verb is replay else []
     with pytest.raises(ConfigError, match=r"--out /proc/x/y: /proc/x cannot be made"):
         verb([str(run), *more, "--out", "/proc/x/y"])
+
+
+def test_a_replay_counts_its_own_metrics_whatever_the_clock_says(run: Path) -> None:
+    """Those of an earlier replay are there until `rl` deletes them; the clock may have been set back since."""
+    path = run / "trainer.jsonl"
+    path.write_text('{"step": 2}\n')
+    earlier = identity(path)
+    assert not _has_trained(path, 2, earlier)
+    path.unlink()
+    assert not _has_trained(path, 2, earlier)
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    os.utime(path, (1e9, 1e9))
+    assert _has_trained(path, 2, earlier) and not _has_trained(path, 3, earlier)

@@ -256,6 +256,11 @@ def test_the_time_that_a_run_stood_still_is_not_in_what_is_left() -> None:
     assert now._left(steps, 10) == pytest.approx(5.0)
 
 
+def test_what_is_left_survives_a_clock_that_is_set_back() -> None:
+    steps = [{"step": n, "incarnation": 1, "time": float(n) - 3600.0 * (n > 3)} for n in range(1, 6)]
+    assert now._left(steps, 10) == pytest.approx(5 * 3 / 4)
+
+
 def test_gpus_are_asked_for_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(now, "_cached_gpus", [float("-inf"), []])

@@ -372,6 +372,7 @@ def test_an_eval_that_fails_leaves_what_it_has_found_and_the_next_one_says_what_
     url, stop = served(TextServer())
     envs = [{"id": ECHO, "name": "echo"}, {"id": ECHO, "name": "judged", "args": {"broken": True}}]
     given = {"client": {"base_url": url, "api": "chat"}, "output_dir": tmp_path, "run": {"name": "e"}}
+    given["inference"] = {"api_key": "s3cret"}
     cfg = EvalConfig.model_validate(given | {"eval": {"env": envs, "num_examples": 2, "greedy": False}})
     with pytest.raises(EnvError, match="judged: none of 2 rollouts"):
         eval_verb.main(cfg)
@@ -379,6 +380,7 @@ def test_an_eval_that_fails_leaves_what_it_has_found_and_the_next_one_says_what_
     assert [row["env"] for row in json.loads(path.read_text())] == ["echo"]
     printed = capsys.readouterr()
     assert printed.out.count("echo ") == 1 and "replaces it" not in printed.err
+    assert "s3cret" not in cfg.run_dir.config("eval").read_text()
     again = load(EvalConfig, ["@", str(cfg.run_dir.config("eval"))], verb="eval")
     assert again.eval == cfg.eval
     whole = again.model_copy(update={"eval": again.eval.model_copy(update={"env": again.eval.env[:1]})})

@@ -55,7 +55,9 @@ def main(cfg: EvalConfig) -> int:
     if path.exists():
         text = "%s is of an earlier eval, and this one replaces it; --run.name gives this one a directory of its own"
         logger.warning(text, path)
-    write_json(cfg.run_dir.config("eval"), dump(cfg))
+    kept = dump(cfg)
+    del kept["inference"]["api_key"]  # it is written to no file
+    write_json(cfg.run_dir.config("eval"), kept)
     try:
         asyncio.run(evaluate_engine(cfg, scores))
     except asyncio.CancelledError:
