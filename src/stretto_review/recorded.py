@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gzip
 import hashlib
 import json
@@ -34,12 +35,17 @@ ANY_AGE = 1_000_000
 """Steps that no rollout is older than: none is dropped for its age once more."""
 UNPACKED = "bundle.sha256"
 """File of an unpacked bundle: which bundle it was."""
+MODELS = "models.json"
+"""File of a bundle: the keys that name its models, each with the model's place in the bundle."""
+MODEL_KEYS = ("model.name", "tokenizer.name", "trainer.loss.reference_kl.model", "trainer.advantages.kl_model")
+OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
+"""Weights that a directory has beside those that are read."""
 LEFT_OUT = {
-    "": ("teacher_inference", "deployment", "slurm", "ray", "service", "clean", "resume"),
+    "": ("teacher_inference", "colocate", "deployment", "slurm", "ray", "service", "clean", "resume"),
     "orchestrator": (
         "client", "eval", "batch_order", "oversampling_factor", "max_inflight_rollouts", "max_oversampling",
         "concurrency", "partial_rollout", "mask_offpolicy_in_partial_rollout", "tasks_per_minute",
-        "token_batch_size", "steering",
+        "token_batch_size", "steering", "sync_interval",
     ),
 }  # fmt: skip
 """Keys that say who plays rollouts and when, which nobody does where recorded ones are trained on."""
@@ -112,13 +118,50 @@ def as_training(config: dict[str, Any], run: Path) -> dict[str, Any]:
     return data | {"orchestrator": section, "inference": None, "deterministic": False}
 
 
+def with_models(config: dict[str, Any], run: Path) -> dict[str, Any]:
+    """The data of a bundle's config, by the models that the bundle has; of any other run as it is."""
+    data: dict[str, Any] = json.loads(json.dumps(config))
+    places = json.loads((run / MODELS).read_text()) if (run / MODELS).is_file() else {}
+    for key, place in places.items():
+        *above, last = key.split(".")
+        functools.reduce(lambda section, name: section[name], above, data)[last] = str(run.absolute() / place)
+    return data
+
+
+def _models_of(config: dict[str, Any]) -> dict[str, Path]:
+    """The keys of a config that name a directory of a model, with the directory."""
+    found = {}
+    for key in MODEL_KEYS:
+        value: Any = config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, str) and (directory := Path(value).expanduser()).is_dir():
+            found[key] = directory.resolve()
+    return found
+
+
+def _add_models(archive: tarfile.TarFile, part: RunDir, models: dict[str, Path]) -> None:
+    """Add the files of models; those of the policy's tokenizer also where a run has one of its own."""
+    numbers = {directory: number for number, directory in enumerate(dict.fromkeys(models.values()))}
+    places = {key: f"models/{numbers[directory]}" for key, directory in models.items()}
+    (part.path / MODELS).write_text(json.dumps(places))
+    archive.add(part.path / MODELS, f"{part.path.name}/{MODELS}")
+    for directory, number in numbers.items():
+        for file in sorted(each for each in directory.iterdir() if each.is_file() and each.suffix not in OTHER_FORMATS):
+            archive.add(file.resolve(), f"{part.path.name}/models/{number}/{file.name}")
+    speaker = models.get("tokenizer.name") or models.get("model.name")
+    if speaker is not None and not part.tokenizer.exists():
+        for file in (each for each in speaker.iterdir() if each.is_file() and each.suffix in (".json", ".jinja")):
+            archive.add(file.resolve(), f"{part.path.name}/{part.tokenizer.name}/{file.name}")
+
+
 def groups_at(ledger: LedgerReader, step: int) -> list[int]:
     """The draws that make the batch of a step, in its order."""
     return list(dict.fromkeys(row["group_id"] for row in ledger.trained_rollouts(step)))
 
 
 def write_bundle(run: Run, step: int, out: Path | None) -> Path:
-    """Write a step as a file: the checkpoint before it, its batch, the configuration, and what it came to.
+    """Write a step as a file: models, the checkpoint before it, its batch, the configuration, and what it came to.
 
     Raises: ConfigError if there is no such step or checkpoint, or tokens are no longer kept.
     """
@@ -157,6 +200,7 @@ def write_bundle(run: Run, step: int, out: Path | None) -> Path:
             shutil.copy2(here.segment(segment), part.segment(segment))
         with atomic_path(path) as target, tarfile.open(target, "w:gz", compresslevel=1) as archive:
             archive.add(part.path, part.path.name)
+            _add_models(archive, part, _models_of(run.config))
     return path
 
 
