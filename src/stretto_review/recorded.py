@@ -20,13 +20,15 @@ from stretto.base.errors import ConfigError
 from stretto.base.files import atomic_path
 from stretto.base.paths import RunDir
 from stretto.config.masks import is_secret
+from stretto.envs.base import SingleTurnEnv, Split, TaskSource
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
-from stretto.records.rollout import Group
+from stretto.records.rollout import Group, Task
 from stretto.vime import RecordedBatch
 from stretto_python.run import Run
 
 REPLAYED = "replayed"
+ENVIRONMENT = "stretto_review.recorded:Recorded"
 FUNCTION = "stretto_review.recorded:batch_of_step"
 SUFFIX = ".bundle"
 PORTS = frozenset({"port", "router_port", "backend_port"})
@@ -57,6 +59,21 @@ PRUNED = (
     "DELETE FROM checkpoints WHERE step != :step - 1",
     "DELETE FROM events WHERE kind != 'weights'",
 )
+
+
+class Recorded(SingleTurnEnv):
+    """Stands for an environment whose rollouts are there already: nothing of it is played."""
+
+    name = "recorded"
+
+    def tasks(self, split: Split) -> TaskSource:
+        return TaskSource(lambda index: Task(env=self.name, task_id=f"{split}-{index}", data={}))
+
+    def prompt(self, task: Task) -> str:
+        return "It has been played."
+
+    def score(self, task: Task, text: str) -> float:
+        return 0.0
 
 
 async def batch_of_step(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RecordedBatch:
@@ -116,6 +133,25 @@ def as_training(config: dict[str, Any], run: Path) -> dict[str, Any]:
     section |= {"env": envs, "hooks": hooks | function, "debug": "training", "filter_zero_advantages": False}
     section |= {"max_off_policy_steps": ANY_AGE}
     return data | {"orchestrator": section, "inference": None, "deterministic": False}
+
+
+def played(sections: list[dict[str, Any]], run: RunDir) -> list[dict[str, Any]]:
+    """Environments of which nothing but name and algorithm is asked: neither their code nor their data need be there.
+
+    One whose name only its code knows, and not the run's ledger, stays what it was.
+    """
+    names = [each.get("name") or (None if ":" in each["id"] else each["id"]) for each in sections]
+    if names.count(None) == 1 and run.ledger.exists():
+        with LedgerReader(run) as ledger:
+            others = {row["env"] for row in ledger.rows("SELECT DISTINCT env FROM draws")} - set(names)
+        if len(others) == 1:
+            names[names.index(None)] = others.pop()
+    found = []
+    for name, each in zip(names, sections):
+        kept = ("id", "args", "name", "algo", "ratio", "num_workers") if name is None else ("algo", "ratio")
+        section = {key: each[key] for key in kept if key in each}
+        found.append(section if name is None else section | {"id": ENVIRONMENT, "name": name})
+    return found
 
 
 def with_models(config: dict[str, Any], run: Path) -> dict[str, Any]:

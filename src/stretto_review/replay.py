@@ -28,7 +28,7 @@ from stretto.config.load import write_json
 from stretto.config.reading.plain import PlainParser
 from stretto.monitors.file import read_metrics
 from stretto_review.diff import Comparison, Side, difference_text, first_difference
-from stretto_review.recorded import SUFFIX, as_training, unpack, with_models, without_ports, write_bundle
+from stretto_review.recorded import SUFFIX, as_training, played, unpack, with_models, without_ports, write_bundle
 
 POLL_S = 0.2
 NOT_PLAYED = 125
@@ -72,6 +72,7 @@ def replay(words: Sequence[str]) -> int:
     data.pop("resume", None)  # of the run's last start
     if not is_whole:
         data = as_training(data, here.path.absolute())
+        data["orchestrator"]["env"] = played(data["orchestrator"]["env"], here)
         if data.get("max_steps") is None:
             data["max_steps"] = last
     given = ["--clean", "--output-dir", str(again.path.parent), "--run.name", name, *rest]

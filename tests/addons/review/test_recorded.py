@@ -17,11 +17,21 @@ from stretto.base.errors import ConfigError, DataError
 from stretto.base.paths import RunDir
 from stretto.config.load import dump, load, write_json
 from stretto.config.root import RLConfig
+from stretto.envs.base import load_environment
 from stretto.ledger.reader import LedgerReader
 from stretto.vime import Arguments
 from stretto_python.run import Run
 from stretto_review.export import export
-from stretto_review.recorded import as_training, batch_of_step, unpack, with_models, without_ports, write_bundle
+from stretto_review.recorded import (
+    ENVIRONMENT,
+    as_training,
+    batch_of_step,
+    played,
+    unpack,
+    with_models,
+    without_ports,
+    write_bundle,
+)
 from stretto_review.replay import NOT_PLAYED, replay
 
 GROUPS, STEP = 12, 2
@@ -131,11 +141,11 @@ def test_a_replay_from_the_last_step_is_refused_before_it_starts(run: Path) -> N
 def test_a_replay_writes_nothing_into_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be somebody else's, who lets nobody write there."""
     run = write_run(tmp_path / "one", GROUPS, config={"orchestrator": {"algo": {"type": "grpo"}, "env": []}})
-    played: list[list[str]] = []
-    monkeypatch.setattr("stretto_review.replay._play", lambda command, again, last: played.append(command) or 1)
+    commands: list[list[str]] = []
+    monkeypatch.setattr("stretto_review.replay._play", lambda command, again, last: commands.append(command) or 1)
     assert replay([str(run), "--output-dir", str(tmp_path / "mine")]) == NOT_PLAYED
     assert not (run / "exports").exists()
-    assert played[0][played[0].index("--output-dir") + 1] == str(tmp_path / "mine")
+    assert commands[0][commands[0].index("--output-dir") + 1] == str(tmp_path / "mine")
 
 
 def test_a_run_that_was_resumed_is_played_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +178,24 @@ def test_a_run_that_was_resumed_is_played_from_its_beginning(tmp_path: Path, mon
 def test_the_training_of_every_run_is_a_configuration(tmp_path: Path, words: list[str]) -> None:
     given = ["--model.name", "none", "--max-steps", "3", "--orchestrator.env", '[{"id": "sort-letters"}]', *words]
     data = as_training(without_ports(dump(load(RLConfig, given))), tmp_path)
+    data["orchestrator"]["env"] = played(data["orchestrator"]["env"], RunDir(tmp_path))
     write_json(path := tmp_path / "run.json", data)
     assert load(RLConfig, ["@", str(path)]).inference is None
+
+
+def test_environments_that_have_played_need_neither_code_nor_data(run: Path) -> None:
+    """The name that code gives one is in the ledger; one that cannot be told is what it was."""
+    section = {"id": "mine:Env", "args": {"path": "gone.jsonl"}, "models": {}, "ratio": 2.0}
+    stub = {"id": ENVIRONMENT, "name": "words", "ratio": 2.0}
+    assert played([section], RunDir(run)) == [stub]
+    assert played([{"id": "dataset", "name": "a", "args": {"path": "gone"}}, section], RunDir(run)) == [
+        {"id": ENVIRONMENT, "name": "a"},
+        stub,
+    ]
+    other = {"id": "other:Env", "args": {"n": 1}}
+    assert played([section, other], RunDir(run))[1] == other
+    env = load_environment(ENVIRONMENT, name="words")
+    assert env.name == "words" and env.tasks("train").task(3).env == "words"
 
 
 def test_a_bundle_that_is_not_there_is_no_missing_run(tmp_path: Path) -> None:
