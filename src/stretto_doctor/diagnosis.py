@@ -95,6 +95,7 @@ class Diagnosis:
             return f"{change}: improved" + (f", but {fallen}" if (fallen := self._fallen()) else "")
         reasons = {
             "apart": "engine and trainer disagreed about the policy before the first update",
+            "numerics": "engine and trainer compute something else for the same weights",
             "moved": f"the policy moved too far in {self._early_moves()}",
             "signal": self._one_reward() or self._few_paid() or "most groups have equal rewards, which give no signal",
             "mismatch": "batches came from policies that were too far from the trained one",
@@ -157,6 +158,16 @@ class Diagnosis:
                 "centered",
                 f"step {self.step}: the advantages of a group add up to {total:.2g} of their magnitude, and must to 0: "
                 "the group was changed after its advantages were computed, by a hook or a filter.",
+            )
+
+        bound, found = row.get("canary/tolerance", 0.0) ** 2, row.get("mismatch_kl/age/0", 0.0)
+        if bound and found > bound and 1 not in self.moves:
+            yield (
+                "numerics",
+                f"step {self.step}: tokens that the trained version itself has sampled have a mismatch KL of "
+                f"{found:.2g} nats, and rounding explains {bound:.0e}. It is not their age: engine and trainer compute "
+                "something else for the same weights. Compare dtype, temperature, and what the engine changes in its "
+                "distribution.",
             )
 
     def _about_first_steps(self) -> Iterator[tuple[str, str]]:

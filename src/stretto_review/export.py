@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,6 +47,8 @@ from stretto_review.recorded import make_parent
 from stretto_review.rescore import groups_of, step_range
 from stretto_view.roles import stretches, without_end
 
+NO_THOUGHT = re.compile(r"\A\s*<think>\s*</think>\s*")
+"""What a template writes before a reply without a thought: it is none of the message, and is written again."""
 Row = dict[str, Any]
 Message = dict[str, Any]
 
@@ -121,7 +124,11 @@ class Chosen:
             return asked, [self.reply_of(branch.token_ids[response_start(branch) :])]
         prompt, reply = self.text_of(rollout)
         found = [(each.role, without_end((prompt + reply)[each.body : each.end])) for each in stretches(prompt + reply)]
-        messages = [{"role": role, "content": text} for role, text in found if role != "text" and text]
+        messages = [
+            {"role": role, "content": NO_THOUGHT.sub("", text) if role == "assistant" else text}
+            for role, text in found
+            if role != "text" and text
+        ]
         first = next((n for n, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
         if not first or first == len(messages):
             raise DataError(

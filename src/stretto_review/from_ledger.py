@@ -44,7 +44,7 @@ def parse(verb: str, words: Sequence[str]) -> tuple[None, list[str]]:
     parser = PlainParser("rl", prog="rl --from-ledger", add_help=False)
     parser.add_argument("--from-ledger", dest="run", required=True)
     parser.add_argument("--from-ledger.scores", dest="scores")
-    parser.add_argument("--from-ledger.steps", dest="steps", default="1:")
+    parser.add_argument("--from-ledger.steps", dest="steps", type=_steps, default="1:")
     given, rest = parser.parse_known_args(list(words))
     if unknown := [word for word in rest if word.startswith("--from-ledger")]:
         raise ConfigError(
@@ -59,6 +59,12 @@ def parse(verb: str, words: Sequence[str]) -> tuple[None, list[str]]:
     facts |= {"from_ledger_scores": given.scores} if given.scores else {}
     rest += ["--orchestrator.debug", "training", f"--{HOOKS}.rollout_function", FUNCTION]
     return None, rest + [word for key, value in facts.items() for word in (f"--{HOOKS}.args.{key}", str(value))]
+
+
+def _steps(text: str) -> str:
+    """Steps as they were given. Raises: argparse.ArgumentTypeError if they are none."""
+    step_range(text)
+    return text
 
 
 def run(cfg: RLConfig, meant: None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gzip
 import hashlib
 import json
@@ -19,13 +20,15 @@ from stretto.base.errors import ConfigError
 from stretto.base.files import atomic_path
 from stretto.base.paths import RunDir
 from stretto.config.masks import is_secret
+from stretto.envs.base import SingleTurnEnv, Split, TaskSource
 from stretto.ledger.reader import LedgerReader
 from stretto.monitors.file import read_metrics
-from stretto.records.rollout import Group
+from stretto.records.rollout import Group, Task
 from stretto.vime import RecordedBatch
 from stretto_python.run import Run
 
 REPLAYED = "replayed"
+ENVIRONMENT = "stretto_review.recorded:Recorded"
 FUNCTION = "stretto_review.recorded:batch_of_step"
 SUFFIX = ".bundle"
 PORTS = frozenset({"port", "router_port", "backend_port"})
@@ -34,12 +37,17 @@ ANY_AGE = 1_000_000
 """Steps that no rollout is older than: none is dropped for its age once more."""
 UNPACKED = "bundle.sha256"
 """File of an unpacked bundle: which bundle it was."""
+MODELS = "models.json"
+"""File of a bundle: the keys that name its models, each with the model's place in the bundle."""
+MODEL_KEYS = ("model.name", "tokenizer.name", "trainer.loss.reference_kl.model", "trainer.advantages.kl_model")
+OTHER_FORMATS = frozenset({".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
+"""Weights that a directory has beside those that are read."""
 LEFT_OUT = {
-    "": ("teacher_inference", "deployment", "slurm", "ray", "service", "clean", "resume"),
+    "": ("teacher_inference", "colocate", "deployment", "slurm", "ray", "service", "clean", "resume"),
     "orchestrator": (
         "client", "eval", "batch_order", "oversampling_factor", "max_inflight_rollouts", "max_oversampling",
         "concurrency", "partial_rollout", "mask_offpolicy_in_partial_rollout", "tasks_per_minute",
-        "token_batch_size", "steering",
+        "token_batch_size", "steering", "sync_interval",
     ),
 }  # fmt: skip
 """Keys that say who plays rollouts and when, which nobody does where recorded ones are trained on."""
@@ -51,6 +59,21 @@ PRUNED = (
     "DELETE FROM checkpoints WHERE step != :step - 1",
     "DELETE FROM events WHERE kind != 'weights'",
 )
+
+
+class Recorded(SingleTurnEnv):
+    """Stands for an environment whose rollouts are there already: nothing of it is played."""
+
+    name = "recorded"
+
+    def tasks(self, split: Split) -> TaskSource:
+        return TaskSource(lambda index: Task(env=self.name, task_id=f"{split}-{index}", data={}))
+
+    def prompt(self, task: Task) -> str:
+        return "It has been played."
+
+    def score(self, task: Task, text: str) -> float:
+        return 0.0
 
 
 async def batch_of_step(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RecordedBatch:
@@ -112,13 +135,69 @@ def as_training(config: dict[str, Any], run: Path) -> dict[str, Any]:
     return data | {"orchestrator": section, "inference": None, "deterministic": False}
 
 
+def played(sections: list[dict[str, Any]], run: RunDir) -> list[dict[str, Any]]:
+    """Environments of which nothing but name and algorithm is asked: neither their code nor their data need be there.
+
+    One whose name only its code knows, and not the run's ledger, stays what it was.
+    """
+    names = [each.get("name") or (None if ":" in each["id"] else each["id"]) for each in sections]
+    if names.count(None) == 1 and run.ledger.exists():
+        with LedgerReader(run) as ledger:
+            others = {row["env"] for row in ledger.rows("SELECT DISTINCT env FROM draws")} - set(names)
+        if len(others) == 1:
+            names[names.index(None)] = others.pop()
+    found = []
+    for name, each in zip(names, sections):
+        kept = ("id", "args", "name", "algo", "ratio", "num_workers") if name is None else ("algo", "ratio")
+        section = {key: each[key] for key in kept if key in each}
+        found.append(section if name is None else section | {"id": ENVIRONMENT, "name": name})
+    return found
+
+
+def with_models(config: dict[str, Any], run: Path) -> dict[str, Any]:
+    """The data of a bundle's config, by the models that the bundle has; of any other run as it is."""
+    data: dict[str, Any] = json.loads(json.dumps(config))
+    places = json.loads((run / MODELS).read_text()) if (run / MODELS).is_file() else {}
+    for key, place in places.items():
+        *above, last = key.split(".")
+        functools.reduce(lambda section, name: section[name], above, data)[last] = str(run.absolute() / place)
+    return data
+
+
+def _models_of(config: dict[str, Any]) -> dict[str, Path]:
+    """The keys of a config that name a directory of a model, with the directory."""
+    found = {}
+    for key in MODEL_KEYS:
+        value: Any = config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, str) and (directory := Path(value).expanduser()).is_dir():
+            found[key] = directory.resolve()
+    return found
+
+
+def _add_models(archive: tarfile.TarFile, part: RunDir, models: dict[str, Path]) -> None:
+    """Add the files of models; those of the policy's tokenizer also where a run has one of its own."""
+    numbers = {directory: number for number, directory in enumerate(dict.fromkeys(models.values()))}
+    places = {key: f"models/{numbers[directory]}" for key, directory in models.items()}
+    (part.path / MODELS).write_text(json.dumps(places))
+    archive.add(part.path / MODELS, f"{part.path.name}/{MODELS}")
+    for directory, number in numbers.items():
+        for file in sorted(each for each in directory.iterdir() if each.is_file() and each.suffix not in OTHER_FORMATS):
+            archive.add(file.resolve(), f"{part.path.name}/models/{number}/{file.name}")
+    speaker = models.get("tokenizer.name") or models.get("model.name")
+    if speaker is not None and not part.tokenizer.exists():
+        for file in (each for each in speaker.iterdir() if each.is_file() and each.suffix in (".json", ".jinja")):
+            archive.add(file.resolve(), f"{part.path.name}/{part.tokenizer.name}/{file.name}")
+
+
 def groups_at(ledger: LedgerReader, step: int) -> list[int]:
     """The draws that make the batch of a step, in its order."""
     return list(dict.fromkeys(row["group_id"] for row in ledger.trained_rollouts(step)))
 
 
 def write_bundle(run: Run, step: int, out: Path | None) -> Path:
-    """Write a step as a file: the checkpoint before it, its batch, the configuration, and what it came to.
+    """Write a step as a file: models, the checkpoint before it, its batch, the configuration, and what it came to.
 
     Raises: ConfigError if there is no such step or checkpoint, or tokens are no longer kept.
     """
@@ -157,6 +236,7 @@ def write_bundle(run: Run, step: int, out: Path | None) -> Path:
             shutil.copy2(here.segment(segment), part.segment(segment))
         with atomic_path(path) as target, tarfile.open(target, "w:gz", compresslevel=1) as archive:
             archive.add(part.path, part.path.name)
+            _add_models(archive, part, _models_of(run.config))
     return path
 
 

@@ -29,7 +29,7 @@ from stretto.config.load import write_json
 from stretto.config.reading.plain import PlainParser
 from stretto.monitors.file import read_metrics
 from stretto_review.diff import Comparison, Side, difference_text, first_difference
-from stretto_review.recorded import SUFFIX, as_training, unpack, without_ports, write_bundle
+from stretto_review.recorded import SUFFIX, as_training, played, unpack, with_models, without_ports, write_bundle
 
 POLL_S = 0.2
 NOT_PLAYED = 125
@@ -68,10 +68,12 @@ def replay(words: Sequence[str]) -> int:
     if args.name is not None and again.path.exists():
         raise ConfigError(f"--name {name}: {again} is there already and would be deleted; take another")
     last = newest if args.steps is None else min(newest, (start or 0) + args.steps)
-    data = without_ports(json.loads(here.config("run").read_text()))
+    data = with_models(without_ports(json.loads(here.config("run").read_text())), here.path)
     had_budget = data.pop("budget", None) is not None  # it ends where the recorded run did
+    data.pop("resume", None)  # of the run's last start
     if not is_whole:
         data = as_training(data, here.path.absolute())
+        data["orchestrator"]["env"] = played(data["orchestrator"]["env"], here)
         if data.get("max_steps") is None:
             data["max_steps"] = last
     given = ["--clean", "--output-dir", str(again.path.parent), "--run.name", name, *rest]

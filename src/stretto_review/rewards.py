@@ -161,6 +161,11 @@ def _by_environment(config: Config) -> Callable[[Task, list[Sample]], Awaitable[
     built: dict[str, SingleTurnEnv] = {}
     for section in (config.get("orchestrator") or {}).get("env") or ():
         name = section.get("name") or section["id"]
+        if asked := sorted(set(config.get("models") or ()) & _models_of(section)):
+            raise ConfigError(
+                f"--reward env: environment {name} asks the model {asked[0]} ([models.{asked[0]}]), which only a run "
+                "starts; give a function of a reply"
+            )
         env = load_environment(
             section["id"], section.get("args"), section.get("name"), RunInfo(seed=config.get("seed", 0))
         )
@@ -177,6 +182,14 @@ def _by_environment(config: Config) -> Callable[[Task, list[Sample]], Awaitable[
             return [Score((await checked_score(env.score(task, each.response), where)).reward) for each in samples]
 
     return call
+
+
+def _models_of(section: Mapping[str, Any]) -> set[str]:
+    """The models that an environment is given by name, or whose score is its reward."""
+    args = section.get("args") or {}
+    rewards = [args.get("reward"), *(args.get("rewards") or {})]
+    named = {each.removeprefix("models.") for each in rewards if isinstance(each, str) and each.startswith("models.")}
+    return named | set((section.get("models") or {}).values())
 
 
 def columns_of(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -130,6 +130,9 @@ steering/effective_tokens_per_s | tokens/s | What it is steered by: sampled toke
 concurrency/limit | rollouts | Most rollouts in flight, with `concurrency.type = "adaptive"`.
 canary/error | nats | Mean difference between the log-probabilities of trainer and engine on fixed tokens, at
     the latest check. | Above `canary_tolerance` the run ends: a wrong weight update.
+canary/tolerance | nats | The difference that rounding explains in the precision of trainer and engine; 0 before the
+    first check, and where a function of yours plays. | `mismatch_kl/age/0` stays below its square; otherwise the
+    run warns.
 inference/num_requests_running | requests | Requests that engines are computing. Like the others of `inference/`,
     read at most once per second.
 inference/num_requests_waiting | requests | Requests that wait in engines. | Always above 0: engines are full.
@@ -182,7 +185,8 @@ mismatch_kl/<env>/mean | nats per token | The same per environment, if there are
 age/<versions> | 0 to 1 | Sampled tokens of this age: the trained version minus the oldest one whose cache the
     token may have read, that of its rollout's first token. | Ages are 0, 1, 2, 3-4, 5-8 and 9+.
 mismatch_kl/age/<versions> | nats per token | `mismatch_kl/mean` of the tokens of this age. | At age 0 it is the
-    numerics of trainer and engine alone; what later ages have more is the policy's way since then.
+    numerics of trainer and engine alone, with a bound (`canary/tolerance`); what later ages have more is the
+    policy's way since then.
 ess/tokens/age/<versions> | 0 to 1 | `ess/tokens` of the tokens of this age.
 ess/rollouts/age/<versions> | 0 to 1 | `ess/rollouts` of the branches of this age. | Where it is near 0 the run is
     too far ahead: lower `max_async_level` or `max_off_policy_steps`.

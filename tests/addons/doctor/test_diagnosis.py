@@ -54,6 +54,10 @@ def test_a_run_that_learns_gets_no_warning(seed: int) -> None:
         ({"reward/mean": math.inf}, "reward/mean is inf"),
         ({"clip/share": math.nan}, "the metric clip/share is nan at step 1"),
         ({"groups/unaccounted": 2.0}, "step 1: 2 groups are neither trained, dropped, failed nor waiting"),
+        (
+            {"canary/tolerance": 1e-3, "mismatch_kl/age/0": 1e-4},
+            "trained version itself has sampled have a mismatch KL of 0.0001 nats, and rounding explains 1e-06",
+        ),
         ({"advantage/group_sum": 0.5}, "step 1: the advantages of a group add up to 0.5 of their magnitude"),
     ],
 )
@@ -172,3 +176,14 @@ def test_a_reward_that_rises_while_a_held_out_one_falls_is_said_to_pay_for_somet
 def test_other_falls_are_not_blamed_on_the_reward(rewards: list[float], after: float) -> None:
     warned, verdict = evaluated(rewards, {"asked": 0.5}, {"asked": after})
     assert warned == [] and "held-out" not in verdict
+
+
+def test_numerics_and_age_are_told_apart() -> None:
+    """Older tokens are further away; the bound follows from the precision, and without a check there is none."""
+    exact, rounded = {"canary/tolerance": 1e-3}, {"canary/tolerance": 0.3}
+    for row in (
+        exact | {"mismatch_kl/age/1": 0.05},
+        rounded | {"mismatch_kl/age/0": 0.01},
+        {"mismatch_kl/age/0": 0.05},
+    ):
+        assert warnings_of([row]) == []

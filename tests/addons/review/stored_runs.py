@@ -45,8 +45,12 @@ def write_run(
     fingerprint: Callable[[int], str | None] = lambda version: None,
     is_cut: Callable[[str], bool] = lambda text: False,
     prompt: Callable[[int], str] = lambda group: "Say a word.",
+    has_messages: bool = True,
 ) -> Path:
-    """Groups of MEMBERS replies, `per_step` of which are the batch of a step; order: which, if not in draw order."""
+    """Groups of MEMBERS replies, `per_step` of which are the batch of a step; order: which, if not in draw order.
+
+    has_messages: whether tasks have the messages of their prompt, as records do and environments need not.
+    """
     run = RunDir(path)
     renderer = build_renderer(build_letters_tokenizer(run.tokenizer))
     run.configs.mkdir()
@@ -59,7 +63,7 @@ def write_run(
         for number in range(num_groups):
             asked = [{"role": "user", "content": prompt(number)}]
             ids = renderer.render_prompt(asked)
-            data = {"prompt": asked, "label": "abc", "metadata": {"kind": number}}
+            data = {"label": "abc", "metadata": {"kind": number}} | ({"prompt": asked} if has_messages else {})
             task = Task(env="words", task_id=f"train-{number + first_task}", data=data)
             ledger.task_drawn(number, task)
             ledger.rollouts_started(number, range(MEMBERS), 0)

@@ -214,3 +214,12 @@ def test_a_place_below_a_file_is_no_bug(
     assert main(["export", str(run), "--out", str(tmp_path / "file" / "rows.jsonl")]) == 2
     err = capsys.readouterr().err
     assert "cannot be made (File exists); name another place" in err and "bug" not in err
+
+
+@pytest.mark.parametrize("kind", ["best", "pairs"])
+def test_what_a_template_writes_before_a_reply_is_none_of_it(run: Path, tmp_path: Path, kind: str) -> None:
+    """The messages of tasks without a prompt are read from tokens, where an empty thought is before each reply."""
+    bare = write_run(tmp_path / "bare", GROUPS, has_messages=False)
+    assert "<think>" in rows(bare, tmp_path / "all.jsonl", "--kind", "rollouts")[0]["prompt"]
+    found, wanted = (rows(each, tmp_path / "some.jsonl", "--kind", kind) for each in (bare, run))
+    assert found and found == wanted

@@ -73,6 +73,7 @@ def test_what_cannot_be_trained_is_refused(run: Path) -> None:
         ("rl", ["--from-ledger", str(run), "--from-ledger.score", "x"], "it has --from-ledger.scores"),
         ("rl", ["--from-ledger", str(run), "--from-ledger.scores", "none"], "no scores 'none'"),
         ("rl", ["--from-ledger", str(run / "nothing")], "nothing"),
+        ("rl", ["--from-ledger", str(run), "--from-ledger.steps", "9:3"], r"--from-ledger.steps: '9:3' are no steps"),
     ):
         with pytest.raises(ConfigError, match=message):
             from_ledger.parse(verb, words)

@@ -17,12 +17,28 @@ from stored_runs import write_run
 from stretto.base.errors import ConfigError, DataError
 from stretto.base.files import identity
 from stretto.base.paths import RunDir
+from stretto.config.load import dump, load, write_json
+from stretto.config.root import RLConfig
+from stretto.envs.base import load_environment
 from stretto.ledger.reader import LedgerReader
 from stretto.vime import Arguments
 from stretto_python.run import Run
 from stretto_review.export import export
+<<<<<<< HEAD
 from stretto_review.recorded import as_training, batch_of_step, unpack, without_ports, write_bundle
 <<<<<<< HEAD
+=======
+from stretto_review.recorded import (
+    ENVIRONMENT,
+    as_training,
+    batch_of_step,
+    played,
+    unpack,
+    with_models,
+    without_ports,
+    write_bundle,
+)
+>>>>>>> wt-audit
 from stretto_review.replay import NOT_PLAYED, replay
 =======
 from stretto_review.replay import _has_trained, replay
@@ -70,6 +86,33 @@ def test_a_bundle_has_one_step_and_no_secret(run: Path, tmp_path: Path) -> None:
     assert RunDir(directory).complete_checkpoints() == [STEP - 1]
 
 
+def test_a_bundle_has_the_models_that_its_step_needs(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gets it has neither the sender's directories nor his place."""
+    monkeypatch.chdir(tmp_path)
+    model = Path("made/model")
+    model.parent.mkdir()
+    shutil.copytree(RunDir(run).tokenizer, model)
+    (model / "model.safetensors").symlink_to(shutil.copy(run / "ledger.sqlite", tmp_path / "blob"))
+    (model / "pytorch_model.bin").write_text("the same weights again")
+    shutil.rmtree(RunDir(run).tokenizer)
+    config = {"model": {"name": str(model)}, "trainer": {"loss": {"reference_kl": {"model": str(model)}}}}
+    RunDir(run).config("run").write_text(json.dumps(json.loads(RunDir(run).config("run").read_text()) | config))
+    path = write_bundle(Run(checkpointed(run, STEP - 1)), STEP, None)
+    shutil.rmtree("made")
+    Path("there").mkdir()
+    monkeypatch.chdir("there")
+    shutil.copy(path, "a.bundle")
+    found = Run(unpack(Path("a.bundle")))
+    data = with_models(found.config, found.path)
+    place = Path(data["model"]["name"])
+    assert data["trainer"]["loss"]["reference_kl"]["model"] == str(place) and place.is_absolute()
+    assert (place / "model.safetensors").is_file() and not (place / "pytorch_model.bin").exists()
+    assert found.tokenizer is not None and found.config["model"]["name"] == str(model)
+    assert with_models(found.config, tmp_path) == found.config
+
+
 def test_steps_without_a_checkpoint_or_a_batch_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"bundle 2: .* bundles of the steps 1$"):
         write_bundle(Run(run), STEP, None)
@@ -108,11 +151,61 @@ def test_a_replay_from_the_last_step_is_refused_before_it_starts(run: Path) -> N
 def test_a_replay_writes_nothing_into_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be somebody else's, who lets nobody write there."""
     run = write_run(tmp_path / "one", GROUPS, config={"orchestrator": {"algo": {"type": "grpo"}, "env": []}})
-    played: list[list[str]] = []
-    monkeypatch.setattr("stretto_review.replay._play", lambda command, again, last: played.append(command) or 1)
+    commands: list[list[str]] = []
+    monkeypatch.setattr("stretto_review.replay._play", lambda command, again, last: commands.append(command) or 1)
     assert replay([str(run), "--output-dir", str(tmp_path / "mine")]) == NOT_PLAYED
     assert not (run / "exports").exists()
-    assert played[0][played[0].index("--output-dir") + 1] == str(tmp_path / "mine")
+    assert commands[0][commands[0].index("--output-dir") + 1] == str(tmp_path / "mine")
+
+
+def test_a_run_that_was_resumed_is_played_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration is that of its last start, which said `--resume`."""
+    config = {"orchestrator": {"algo": {"type": "grpo"}, "env": []}, "deterministic": True, "resume": True}
+    run = write_run(tmp_path / "one", GROUPS, config=config)
+    given: list[dict[str, Any]] = []
+
+    def play(command: list[str], again: RunDir, last: int | None) -> int:
+        given.append(json.loads(Path(command[command.index("@") + 1]).read_text()))
+        return 1
+
+    monkeypatch.setattr("stretto_review.replay._play", play)
+    assert replay([str(run)]) == NOT_PLAYED and "resume" not in given[0] and given[0]["deterministic"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--deterministic"],
+        ["--colocate", "{}"],
+        ["--orchestrator.steering", "{}"],
+        ["--orchestrator.batch-order", "finished"],
+        ["--orchestrator.token-batch-size", "4096", "--orchestrator.batch-size", "64"],
+        ["--orchestrator.eval.interval", "2", "--orchestrator.eval.keep-best", "--ckpt.weights.interval", "2"],
+        ["--orchestrator.algo.type", "opd", "--orchestrator.teacher.model", "other"],
+        ["--inference.router.policy", "cache_aware"],
+    ],
+)
+def test_the_training_of_every_run_is_a_configuration(tmp_path: Path, words: list[str]) -> None:
+    given = ["--model.name", "none", "--max-steps", "3", "--orchestrator.env", '[{"id": "sort-letters"}]', *words]
+    data = as_training(without_ports(dump(load(RLConfig, given))), tmp_path)
+    data["orchestrator"]["env"] = played(data["orchestrator"]["env"], RunDir(tmp_path))
+    write_json(path := tmp_path / "run.json", data)
+    assert load(RLConfig, ["@", str(path)]).inference is None
+
+
+def test_environments_that_have_played_need_neither_code_nor_data(run: Path) -> None:
+    """The name that code gives one is in the ledger; one that cannot be told is what it was."""
+    section = {"id": "mine:Env", "args": {"path": "gone.jsonl"}, "models": {}, "ratio": 2.0}
+    stub = {"id": ENVIRONMENT, "name": "words", "ratio": 2.0}
+    assert played([section], RunDir(run)) == [stub]
+    assert played([{"id": "dataset", "name": "a", "args": {"path": "gone"}}, section], RunDir(run)) == [
+        {"id": ENVIRONMENT, "name": "a"},
+        stub,
+    ]
+    other = {"id": "other:Env", "args": {"n": 1}}
+    assert played([section, other], RunDir(run))[1] == other
+    env = load_environment(ENVIRONMENT, name="words")
+    assert env.name == "words" and env.tasks("train").task(3).env == "words"
 
 
 def test_a_bundle_that_is_not_there_is_no_missing_run(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 from itertools import product
 from math import comb
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stored_runs import FLIPS, MEMBERS, write_run
@@ -162,3 +163,14 @@ def test_scores_that_cannot_be_kept_are_refused_before_they_are_computed(
     (tmp_path / "scores").write_text("no directory")
     with pytest.raises(ConfigError, match=told):
         rescore([str(tmp_path), "--reward", "exact", "--write", name])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "env", [{"id": "dataset", "args": {"reward": "models.rm"}}, {"id": "words", "args": {}, "models": {"judge": "rm"}}]
+)
+def test_an_environment_that_asks_a_model_is_not_judged_without(tmp_path: Path, env: dict[str, Any]) -> None:
+    section = {"algo": {"type": "grpo"}, "group_size": MEMBERS, "env": [env]}
+    run = write_run(tmp_path / "one", 4, config={"orchestrator": section, "models": {"rm": {"model": "x"}}})
+    with pytest.raises(ConfigError, match=r"asks the model rm .* only a run starts; give a function"):
+        rescore([str(run), "--reward", "env", "--workers", "1"])

@@ -263,6 +263,15 @@ def test_a_failed_run_says_how_to_continue(finished: LaunchPlan) -> None:
     assert "no checkpoint was complete" in text and text.endswith("--clean --max-steps 40")
 
 
+def test_a_failed_run_that_another_command_started_names_no_command(
+    finished: LaunchPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would name files of that command, which are gone."""
+    monkeypatch.setenv(report.WITHOUT_NEXT_VAR, "1")
+    text = report.ending(finished, is_complete=False, stopped_early=False)
+    assert "--resume" not in text and str(finished.run) in text
+
+
 def test_a_run_that_fails_at_its_checkpoint_names_the_one_before_it(finished: LaunchPlan) -> None:
     run = finished.run
     for step in (20, 30):

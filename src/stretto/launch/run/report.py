@@ -64,8 +64,9 @@ def _placed(spec: ProcessSpec) -> str:
 
 def ending(plan: LaunchPlan, *, is_complete: bool, stopped_early: bool) -> str:
     """The lines after a run: summary, curve and next commands; after a failure, how to continue."""
+    names_commands = WITHOUT_NEXT_VAR not in os.environ
     if not is_complete:
-        return how_to_continue(plan.run, plan.config)
+        return how_to_continue(plan.run, plan.config) if names_commands else _locations(plan, stopped_early=False)
     parts: list[str] = []
     if summary := read_json(plan.run.summary):
         rows = summary_rows(summary)
@@ -83,7 +84,7 @@ def ending(plan: LaunchPlan, *, is_complete: bool, stopped_early: bool) -> str:
     parts.append(_locations(plan, stopped_early))
     if summary and not summary.get("steps") and (reason := summary.get("stopped_because")):
         parts.append(f"nothing was trained: {reason}, before the first step. There is no checkpoint to continue from")
-    if WITHOUT_NEXT_VAR not in os.environ and (commands := next_commands(plan)):
+    if names_commands and (commands := next_commands(plan)):
         parts.append("\n".join(["next:", *(f"  {command}" for command in commands)]))
     return "\n" + "\n\n".join(parts)
 

@@ -82,13 +82,17 @@ class CanaryCheck:
         self._first: dict[str, _Checked] = {}
         self._latest: dict[str, _Checked] = {}
 
+    def tolerance_of(self, manifest: WeightManifest) -> float:
+        """Mean difference of log-probabilities that is let pass for a version, nats."""
+        return tolerance_of(manifest, self._tolerance)
+
     def __call__(self, manifest: WeightManifest, canary: Canary, answers: Mapping[str, CanaryScores]) -> float:
         """Check what the engines compute with a version; returns the largest mean difference to the trainer, nats.
 
         Raises: EngineError if one does not compute with it.
         """
         where, at = f"version {manifest.version}", _scored(canary)
-        tolerance = tolerance_of(manifest, self._tolerance)
+        tolerance = self.tolerance_of(manifest)
         error = self._compare(manifest, canary, answers, canary.logprobs, where, tolerance)
         for url, scores in answers.items():
             now = _Checked(manifest.version, scores.prompt[at], np.array(canary.logprobs, np.float32)[at])
@@ -104,7 +108,7 @@ class CanaryCheck:
         """
         assert canary.probe is not None
         where = f"a probe of version {manifest.version}, whose tensors are all scaled"
-        tolerance = tolerance_of(manifest, self._tolerance)
+        tolerance = self.tolerance_of(manifest)
         if tolerance > 0.01:  # 16 bits: scaled as rounding is there
             moved = np.abs(np.subtract(canary.probe, canary.logprobs))[_scored(canary)].mean()
             tolerance = max(tolerance / 3, PROBE_NOISE * float(moved))

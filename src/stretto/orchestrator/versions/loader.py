@@ -62,6 +62,7 @@ class VersionLoader:
         self._check_canary, self._generation = CanaryCheck(tolerance), generation
         self.devices = devices
         self._checked_generation: int | None = None  # its engines passed the latest check
+        self.canary_tolerance = 0.0  # that of the latest check; 0 before there is one
         self.canary_error = 0.0  # mean difference to the trainer's logprobs at the latest check, nats
         self._published: asyncio.Queue[WeightManifest] = asyncio.Queue()
         self._newest = start - 1
@@ -143,6 +144,7 @@ class VersionLoader:
         name = f"canary-{manifest.version}"
         answers = await self._engines.score_canary(np.array(canary.token_ids, np.int32), name, canary.image)
         self.canary_error = self._check_canary(manifest, canary, answers)
+        self.canary_tolerance = self._check_canary.tolerance_of(manifest)
 
     async def _check_probe(self, manifest: WeightManifest, canary: Canary) -> None:
         """Check that the engines compute with all of the version as they have loaded it: scaled by `probe_scale`.

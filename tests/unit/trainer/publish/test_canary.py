@@ -94,6 +94,7 @@ def load(engines: Engines, told: WeightManifest, tolerance: float | None = None)
 def test_engines_that_agree_are_let_pass_and_the_error_is_known():
     policy, log = load(Engines(CANARY, 1e-6, 2e-6), TIED)
     assert log.loaded == (0,) and policy.canary_error == pytest.approx(2e-6, rel=0.2)
+    assert policy.canary_tolerance == 1e-3
 
 
 def test_one_engine_that_does_not_agree_stops_the_run_and_names_the_tensors():
