@@ -204,7 +204,8 @@ class FamilyBackend:
         with self._refusals():
             if not has_owners:
                 return Rendered(self._backend.render_ids(list(messages), **arguments))
-            return self._with_owners(self._backend.render(list(messages), **arguments), messages)
+            rendered = self._backend.render(list(messages), **arguments)
+        return self._with_owners(rendered, messages)
 
     def bridge(
         self,

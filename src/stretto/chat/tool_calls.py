@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ def _up_to(end: str, text: str) -> str:
 
 def _value(text: str) -> Any:
     value = _loads(text)
-    return text if value is None and text.strip() != "null" else value
+    is_number = not isinstance(value, float) or math.isfinite(value)  # "NaN" is a word
+    return value if is_number and (value is not None or text.strip() == "null") else text
 
 
 def _mistral(text: str) -> Parsed:

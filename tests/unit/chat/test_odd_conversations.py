@@ -13,6 +13,7 @@ from stretto.base.errors import DataError
 from stretto.chat.conversations import CALL, ONE_TURN, TOOL, TWO_TURNS
 from stretto.chat.render import Renderer, build_renderer
 from stretto.chat.tokenizer import load_tokenizer
+from stretto.chat.tool_calls import TEXT_FORMATS
 from stretto.config.sections.model import RendererSection
 from stretto.config.sections.sft import LossMaskSection
 
@@ -206,3 +207,10 @@ def test_what_a_template_refuses_is_one_line_with_what_to_do():
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('No\nsystem, please.') }}{% endif %}" + CHATML
     with pytest.raises(DataError, match=r"roles system, user, .*: No system, please; .* or give another .*$"):
         renderer_of(strict).render_prompt(TWO_TURNS)
+
+
+def test_a_value_between_tags_that_is_no_number_of_json_stays_a_word():
+    text = "<tool_call>\n<function=look_up>\n<parameter=word>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for word, value in (("NaN", "NaN"), ("1e999", "1e999"), ("1.5", 1.5), ("null", None), ("nul", "nul")):
+        _, [call] = TEXT_FORMATS["qwen3-coder"](text.format(word))
+        assert (call.name, call.arguments) == ("look_up", {"word": value})
