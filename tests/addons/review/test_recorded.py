@@ -24,10 +24,6 @@ from stretto.ledger.reader import LedgerReader
 from stretto.vime import Arguments
 from stretto_python.run import Run
 from stretto_review.export import export
-<<<<<<< HEAD
-from stretto_review.recorded import as_training, batch_of_step, unpack, without_ports, write_bundle
-<<<<<<< HEAD
-=======
 from stretto_review.recorded import (
     ENVIRONMENT,
     as_training,
@@ -38,11 +34,7 @@ from stretto_review.recorded import (
     without_ports,
     write_bundle,
 )
->>>>>>> wt-audit
-from stretto_review.replay import NOT_PLAYED, replay
-=======
-from stretto_review.replay import _has_trained, replay
->>>>>>> wt-walks
+from stretto_review.replay import NOT_PLAYED, _has_trained, replay
 
 GROUPS, STEP = 12, 2
 ORDER = [0, 1, 2, 3, 4, 5, 6, 8, 7, 9, 10, 11]
