@@ -132,7 +132,7 @@ canary/error | nats | Mean difference between the log-probabilities of trainer a
     the latest check. | Above `canary_tolerance` the run ends: a wrong weight update.
 canary/tolerance | nats | The difference that rounding explains in the precision of trainer and engine; 0 before the
     first check, and where a function of yours plays. | `mismatch_kl/age/0` stays below its square; otherwise the
-    run warns.
+    run warns, unless it makes several updates per step or an adapter has `dropout`.
 inference/num_requests_running | requests | Requests that engines are computing. Like the others of `inference/`,
     read at most once per second.
 inference/num_requests_waiting | requests | Requests that wait in engines. | Always above 0: engines are full.
@@ -185,8 +185,8 @@ mismatch_kl/<env>/mean | nats per token | The same per environment, if there are
 age/<versions> | 0 to 1 | Sampled tokens of this age: the trained version minus the oldest one whose cache the
     token may have read, that of its rollout's first token. | Ages are 0, 1, 2, 3-4, 5-8 and 9+.
 mismatch_kl/age/<versions> | nats per token | `mismatch_kl/mean` of the tokens of this age. | At age 0 it is the
-    numerics of trainer and engine alone, with a bound (`canary/tolerance`); what later ages have more is the
-    policy's way since then.
+    numerics of trainer and engine alone, with a bound (`canary/tolerance`), and of the second update of a step on
+    the policy's way in that step; what later ages have more is its way since then.
 ess/tokens/age/<versions> | 0 to 1 | `ess/tokens` of the tokens of this age.
 ess/rollouts/age/<versions> | 0 to 1 | `ess/rollouts` of the branches of this age. | Where it is near 0 the run is
     too far ahead: lower `max_async_level` or `max_off_policy_steps`.
@@ -212,6 +212,7 @@ optim/lr | - | Learning rate of the step.
 optim/grad_norm | - | Norm of the gradient before clipping, mean over the updates of the step. | Sudden peaks
     announce trouble; a value that is not finite ends the run.
 optim/updates | updates | Optimizer updates in the step, if more than one.
+optim/dropout | 0 to 1 | Share of an adapter's inputs that training leaves out by chance, if any.
 optim/skipped | updates | Updates that were left out because no token had an advantage or another target.
 """),
     ),

@@ -332,6 +332,8 @@ class Learner:
         metrics |= {"optim/lr": rates[-1], "optim/grad_norm": sum(norms) / len(norms)}
         if len(norms) > 1:
             metrics["optim/updates"] = len(norms)
+        if self._lora is not None and self._lora.dropout:
+            metrics["optim/dropout"] = self._lora.dropout
         if self._num_skipped:
             metrics["optim/skipped"] = self._num_skipped
         self._updates, self._num_skipped = [], 0

@@ -185,5 +185,7 @@ def test_numerics_and_age_are_told_apart() -> None:
         exact | {"mismatch_kl/age/1": 0.05},
         rounded | {"mismatch_kl/age/0": 0.01},
         {"mismatch_kl/age/0": 0.05},
+        exact | {"mismatch_kl/age/0": 0.05, "optim/updates": 2.0},  # the second is of the policy that the first made
+        exact | {"mismatch_kl/age/0": 0.05, "optim/dropout": 0.1},
     ):
         assert warnings_of([row]) == []

@@ -346,3 +346,11 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path, settings, mes
     path.write_text(json.dumps(settings | {"max_steps": 1, "data": {"type": "file", "name": "rows.jsonl"}}))
     with pytest.raises(ConfigError, match=message):
         load(SFTConfig, ["@", str(path)])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_step_says_that_its_passes_leave_out_inputs_by_chance(dropout):
+    """The mismatch of such a pass is not that of numerics alone."""
+    learner = build_learner(lora=LoRASection(rank=4, dropout=dropout))
+    learner.forward_backward([pack(documents())])
+    assert learner.optim_step().get("optim/dropout", 0.0) == dropout
