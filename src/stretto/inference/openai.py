@@ -245,6 +245,8 @@ class OpenAIRoutes:
         """The renderer with a request's `chat_template_kwargs`; the last few are kept."""
         settings = dict(template_settings or {})
         key = repr(sorted(settings.items()))
+        if (known := self._renderers.get(key)) is not None:  # it does not wait for others that are built
+            return known
         async with self._building:  # requests that come at once build it once
             if key not in self._renderers:
                 model_type = self._engine().core.config.hf.get("model_type")

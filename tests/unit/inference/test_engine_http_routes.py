@@ -329,6 +329,13 @@ async def test_chats_that_come_at_once_build_their_renderer_once(site, caplog):
     assert {status for status, _ in answers} == {200} and caplog.text.count("chats are rendered by") == 1
 
 
+async def test_a_chat_does_not_wait_for_the_renderers_of_others(site):
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    assert (await site.post(api.CHAT_COMPLETIONS, body))[0] == 200
+    async with site.server.openai._building:  # one with other settings is built
+        assert (await asyncio.wait_for(site.post(api.CHAT_COMPLETIONS, body), 30))[0] == 200
+
+
 async def test_tokenize_and_detokenize_are_inverse(site):
     _, tokens = await site.post(api.TOKENIZE, {"prompt": "hello world"})
     assert tokens["count"] == 11 and tokens["max_model_len"] == 512
