@@ -321,19 +321,21 @@ def as_text(said: dict[str, Any], one: Side, two: Side) -> str:
     return "\n".join(lines)
 
 
-def difference_text(found: Sequence[dict[str, Any]], num_compared: int, num_unread: int = 0) -> str:
+def difference_text(found: Sequence[dict[str, Any]], num_compared: int, num_unread: int = 0, what: str = "") -> str:
     """The fields of the differences of one step, or that there is none in so many steps.
 
-    num_unread: groups whose tokens one of the runs keeps no longer.
+    num_unread: groups whose tokens one of the runs keeps no longer. what: of the steps is compared, such as
+    " of training".
     """
-    lines = [f"NO DIFFERENCE in {num_compared} step{'s' if num_compared != 1 else ''}"]
+    lines = [f"NO DIFFERENCE in {num_compared} step{'s' if num_compared != 1 else ''}{what}"]
     if found:
         first, *others = found
         lines = [f"FIRST DIFFERENCE at step {first['step']}: {_text(first)}"]
         lines += [f"  also at this step: {_text(each)}" for each in others]
     if num_unread:
-        what = f"tokens, log-probabilities and rewards of {num_unread} groups"
-        lines.append(f"NOT COMPARED: {what}, whose tokens are no longer kept")
+        groups = "one group" if num_unread == 1 else f"{num_unread} groups"
+        values = f"tokens, log-probabilities and rewards of {groups}"
+        lines.append(f"NOT COMPARED: {values}, whose tokens are no longer kept")
     return "\n".join(lines)
 
 

@@ -92,8 +92,8 @@ def replay(words: Sequence[str]) -> int:
     if not steps:
         raise ConfigError(f"{again}: it has trained no step that {here} has")
     found = first_difference(Comparison(first, other, args.tolerance, is_whole=is_whole), steps)
-    verdict = difference_text([vars(each) for each in found], len(steps), len(first.gone | other.gone))
-    verdict += "" if is_whole or found else " of training"
+    num_unread, what = len(first.gone | other.gone), "" if is_whole else " of training"
+    verdict = difference_text([vars(each) for each in found], len(steps), num_unread, what)
     print(harmless(f"\n{here}, played again as {again}:\n{verdict}"))
     return int(bool(found))
 

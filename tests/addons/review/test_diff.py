@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from stored_runs import word, write_run
 
 from stretto.base.paths import RunDir
-from stretto_review.diff import diff
+from stretto_review.diff import diff, difference_text
 
 GROUPS = 12
 
@@ -158,6 +158,11 @@ def test_groups_whose_tokens_are_gone_are_told(tmp_path: Path, capsys: pytest.Ca
     RunDir(two).segment(0).unlink()
     assert diff([str(one), str(two)]) == 0
     assert f"NOT COMPARED: tokens, log-probabilities and rewards of {GROUPS} groups" in capsys.readouterr().out
+
+
+def test_what_of_the_steps_was_compared_is_said_beside_their_number() -> None:
+    first, second = difference_text([], 2, 1, " of training").splitlines()
+    assert first == "NO DIFFERENCE in 2 steps of training" and "rewards of one group, whose" in second
 
 
 def test_steps_that_only_one_run_has_are_told(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
