@@ -382,17 +382,18 @@ class FamilyBackend:
 
     def _shows_reply(self, reply: Message, token_ids: list[int]) -> bool:
         """Whether tokens of a reply have its thought, then its text, and the name of each function that it calls."""
-        shown = self._decode(token_ids[: -1 if token_ids[-1] in self.stop_ids else None])
+        shown = self._decode(token_ids[:-1] if token_ids[-1:] and token_ids[-1] in self.stop_ids else token_ids)
         names = [call["function"].get("name") for call in reply.get("tool_calls") or ()]
         start = 0
         for part in (reply.get("reasoning_content"), reply.get("content")):
             text = part.strip() if isinstance(part, str) else ""
-            # A tokenizer may write a letter otherwise: Qwen's composes an e and an accent.
-            spellings = (text, self._decode(self._encode(text)).strip())
-            found = next((each for each in spellings if shown.find(each, start) >= 0), None)
-            if found is None:
+            if (at := shown.find(text, start)) < 0:
+                # A tokenizer may write a letter otherwise: Qwen's composes an e and an accent.
+                text = self._decode(self._encode(text)).strip()
+                at = shown.find(text, start)
+            if at < 0:
                 return False
-            start = shown.index(found, start) + len(found)
+            start = at + len(text)
         return all(name in shown for name in names if isinstance(name, str))
 
     @contextmanager
@@ -405,6 +406,7 @@ class FamilyBackend:
             if isinstance(cause, ValidationError):  # of several lines
                 first = cause.errors()[0]
                 why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.60}"
+            why = " ".join(why.split())
             raise DataError(f"the renderer of the family {self.name} refuses the conversation: {why}") from cause
 
     def _with_owners(self, rendered: Any, messages: Sequence[Message]) -> Rendered:

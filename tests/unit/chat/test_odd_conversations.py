@@ -203,6 +203,12 @@ def test_a_tool_that_the_library_does_not_expect_is_refused_in_one_line(paramete
         renderer.render_sft([*ONE_TURN, {"role": "assistant", "content": "b"}], LossMaskSection(), [tool])
 
 
+def test_what_a_family_refuses_in_two_lines_is_one_line():
+    refusals = renderer_of_family("nemotron-3")._backend._refusals()
+    with pytest.raises(DataError, match=r"refuses the conversation: no system, please$"), refusals:
+        raise ValueError("no\nsystem, please")
+
+
 def test_what_a_template_refuses_is_one_line_with_what_to_do():
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('No\nsystem, please.') }}{% endif %}" + CHATML
     with pytest.raises(DataError, match=r"roles system, user, .*: No system, please; .* or give another .*$"):
