@@ -120,9 +120,6 @@ def read_rows(path: Path, *keys: str) -> list[dict[str, Any]] | None:
     return rows if is_whole else None
 
 
-# -- locks --
-
-
 def identity(path: Path) -> tuple[int, int] | None:
     """What changes when a file or directory is written or made anew, whatever the clock says; None if there is none."""
     try:
@@ -130,6 +127,9 @@ def identity(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_ino, status.st_mtime_ns
+
+
+# -- locks --
 
 
 def open_locked(path: Path, *, is_shared: bool = False, is_new: bool = False) -> int:
