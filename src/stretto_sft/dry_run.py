@@ -112,7 +112,7 @@ def _first_example(cfg: SFTConfig) -> tuple[str, str, str]:
     if parts and renderer.branching:
         shown += f"\nNOTE: {renderer.branching}"
     if num_left_out := sum(each.num_left_out for each in found):
-        where, why = next((each.where, about.why) for each, about in zip(rows, found) if about.why)
+        where, why = next((each.where, about.why) for each, about in zip(rows, found) if about.num_left_out)
         many = f"{num_left_out} replies" if num_left_out > 1 else "a reply"
         shown += f"\nNOTE: {many} of the first {len(rows)} rows will not be trained; {where}: {why}"
     if cfg.model.scratch is not None and cfg.tokenizer.name is None and len(ids) > LONG_ROW:

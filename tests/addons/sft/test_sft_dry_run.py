@@ -171,3 +171,11 @@ def test_a_later_reply_that_will_not_be_trained_is_said(tmp_path):
     shown = screen_with(tmp_path, ROW, {"messages": messages})
     assert "a reply of the first 2 rows will not be trained" in shown and "rows.jsonl:2: message 1 has" in shown
     assert "will not be trained" not in screen_with(tmp_path, ROW, ROW)
+
+
+def test_a_reply_that_is_not_wanted_is_not_named_for_one_that_is(tmp_path):
+    cut, end = ({"role": "assistant", "content": text} for text in ("say <|im_end|>", "b"))
+    question = ROW["messages"][0]
+    unwanted = {"messages": [question, cut | {"step_loss_mask": 0}, question, end]}
+    shown = screen_with(tmp_path, ROW, unwanted, {"messages": [question, cut]})
+    assert "a reply of the first 3 rows will not be trained" in shown and "rows.jsonl:3: message 1 has" in shown
