@@ -234,7 +234,7 @@ def read_by_library(read: Callable[[], Any], text: Callable[[], str]) -> Parsed:
         said = text()
         return Parsed(said, calls=[Call(said)])
     calls = [
-        call_of(call.raw, call.name, call.arguments, call.id) if call.status == "ok" else Call(call.raw)
+        call_of(call.raw, call.name, call.arguments or {}, call.id) if call.status == "ok" else Call(call.raw)
         for call in parsed.tool_calls
     ]
     return Parsed(parsed.content, parsed.reasoning_content, calls)

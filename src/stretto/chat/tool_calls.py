@@ -31,7 +31,12 @@ class Call:
 
 
 def call_of(raw: str, name: Any, arguments: Any, call_id: str | None = None) -> Call:
-    """A call as JSON holds it, with U+FFFD for half a character; malformed without a name, or where JSON cannot."""
+    """A call as JSON holds it, with U+FFFD for half a character; malformed without a name, or where JSON cannot.
+
+    arguments: an object, or one as JSON text.
+    """
+    if isinstance(arguments, str):
+        arguments = _loads(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return Call(raw)
     try:
@@ -58,10 +63,7 @@ def _json_call(value: Any, raw: str) -> Call:
     if isinstance(inner := value.get("function"), dict):
         value = inner
     name = value.get("name") or value.get("tool_name") or value.get("function")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = _loads(arguments)
-    return call_of(raw, name, arguments)
+    return call_of(raw, name, value.get("arguments", value.get("parameters", {})))
 
 
 def _loads(text: str) -> Any:

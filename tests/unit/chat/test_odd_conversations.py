@@ -53,6 +53,21 @@ def test_a_call_that_json_cannot_hold_is_malformed_and_the_next_turn_goes_on(arg
         assert extended is not None and extended[: len(prompt) + len(reply)].tolist() == [*prompt, *reply]
 
 
+def test_arguments_that_are_json_text_are_their_object():
+    for renderer in renderers():
+        reply = sampled(renderer, HERMES.format(r'{"name": "look_up", "arguments": "{\"word\": \"a\"}"}'))
+        message = renderer.parse(reply, renderer.render_prompt(ONE_TURN, [TOOL]), [TOOL])
+        assert message["tool_calls"][0]["function"]["arguments"] == {"word": "a"}
+
+
+@pytest.mark.parametrize("nothing", ["null", '""'])
+def test_a_call_that_the_library_reads_may_have_no_arguments(nothing):
+    renderer = renderer_of_family("qwen3")
+    reply = sampled(renderer, HERMES.format('{"name": "look_up", "arguments": ' + nothing + "}"))
+    message = renderer.parse(reply, renderer.render_prompt(ONE_TURN, [TOOL]), [TOOL])
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_half_a_character_in_a_call_is_one_that_no_tokenizer_refuses():
     for renderer in renderers():
         prompt = renderer.render_prompt(ONE_TURN, [TOOL])
