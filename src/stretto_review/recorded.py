@@ -177,14 +177,15 @@ def _models_of(config: dict[str, Any]) -> dict[str, Path]:
 
 
 def _add_models(archive: tarfile.TarFile, part: RunDir, models: dict[str, Path]) -> None:
-    """Add the files of models; those of the policy's tokenizer also where a run has one of its own."""
+    """Add the files of models, but hidden ones; those of the policy's tokenizer also where a run has one of its own."""
     numbers = {directory: number for number, directory in enumerate(dict.fromkeys(models.values()))}
     places = {key: f"models/{numbers[directory]}" for key, directory in models.items()}
     (part.path / MODELS).write_text(json.dumps(places))
     archive.add(part.path / MODELS, f"{part.path.name}/{MODELS}")
     for directory, number in numbers.items():
-        for file in sorted(each for each in directory.iterdir() if each.is_file() and each.suffix not in OTHER_FORMATS):
-            archive.add(file.resolve(), f"{part.path.name}/models/{number}/{file.name}")
+        for file in sorted(directory.iterdir()):
+            if file.is_file() and file.suffix not in OTHER_FORMATS and not file.name.startswith("."):
+                archive.add(file.resolve(), f"{part.path.name}/models/{number}/{file.name}")
     speaker = models.get("tokenizer.name") or models.get("model.name")
     if speaker is not None and not part.tokenizer.exists():
         for file in (each for each in speaker.iterdir() if each.is_file() and each.suffix in (".json", ".jinja")):

@@ -88,6 +88,7 @@ def test_a_bundle_has_the_models_that_its_step_needs(
     shutil.copytree(RunDir(run).tokenizer, model)
     (model / "model.safetensors").symlink_to(shutil.copy(run / "ledger.sqlite", tmp_path / "blob"))
     (model / "pytorch_model.bin").write_text("the same weights again")
+    (model / ".env").write_text("KEY=secret")
     shutil.rmtree(RunDir(run).tokenizer)
     config = {"model": {"name": str(model)}, "trainer": {"loss": {"reference_kl": {"model": str(model)}}}}
     RunDir(run).config("run").write_text(json.dumps(json.loads(RunDir(run).config("run").read_text()) | config))
@@ -101,6 +102,7 @@ def test_a_bundle_has_the_models_that_its_step_needs(
     place = Path(data["model"]["name"])
     assert data["trainer"]["loss"]["reference_kl"]["model"] == str(place) and place.is_absolute()
     assert (place / "model.safetensors").is_file() and not (place / "pytorch_model.bin").exists()
+    assert not (place / ".env").exists()
     assert found.tokenizer is not None and found.config["model"]["name"] == str(model)
     assert with_models(found.config, tmp_path) == found.config
 
