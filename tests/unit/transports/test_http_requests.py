@@ -21,7 +21,7 @@ from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.engine.gate import RequestGate
-from stretto.transports.engine.http import Connections, Lost
+from stretto.transports.engine.http import Connections, Lost, backoff_s
 from stretto.vime.requests import give_key, send
 
 ROUTES = {
@@ -377,3 +377,7 @@ async def test_an_engine_that_is_not_there_is_told_in_plain_words():
             assert "Error" not in str(caught.value) and "[" not in str(caught.value)
     finally:
         await connections.close()
+
+
+def test_waits_between_attempts_double_up_to_a_bound_however_many_there_are():
+    assert [backoff_s(attempt) for attempt in (0, 1, 5, 6, 2000)] == [0.1, 0.2, 3.2, 5.0, 5.0]

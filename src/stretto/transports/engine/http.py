@@ -31,7 +31,7 @@ _NO_ENGINE = (b"Model not found", b"no generate-capable model is registered")
 
 def backoff_s(attempt: int) -> float:
     """Seconds to wait after a failed attempt, counted from 0."""
-    return min(BACKOFF_S * 2.0**attempt, _MAX_BACKOFF_S)
+    return min(BACKOFF_S * 2.0 ** min(attempt, 99), _MAX_BACKOFF_S)  # a full server may be waited for without end
 
 
 class RequestRefused(EngineError):
