@@ -337,9 +337,10 @@ class OpenAIRoutes:
     def _chat_choice(self, body: ChatBody, renderer: Renderer, done: EngineRequest, member: int) -> dict[str, Any]:
         completion, reason = done.results[member], done.stop_reasons[member]
         message = dict(renderer.parse(completion.token_ids, done.spec.prompt_ids, body.tools))
-        message["content"] = cut_at_stop(message.get("content") or "", reason, min_tokens=done.spec.sampling.min_tokens)
+        content = cut_at_stop(message.get("content") or "", reason, min_tokens=done.spec.sampling.min_tokens)
+        # Malformed calls are text here, as in vLLM.
+        message["content"] = "\n".join(filter(None, (content, *message.pop("unparsed_tool_calls", ()))))
         finish = completion.finish_reason
-        message.pop("unparsed_tool_calls", None)
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [_tool_call(call) for call in calls]
             finish = "tool_calls" if finish == "stop" else finish

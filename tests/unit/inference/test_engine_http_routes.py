@@ -322,6 +322,14 @@ async def test_bad_chat_input_is_a_clear_error(site, body, words):
     assert words in answer["error"]["message"]
 
 
+async def test_a_malformed_call_is_text_of_the_answer(site, monkeypatch):
+    said = {"role": "assistant", "content": "I look.", "unparsed_tool_calls": ['{"name": "look_up", ']}
+    monkeypatch.setattr("stretto.chat.render.Renderer.parse", lambda *_: said)
+    _, answer = await site.post(api.CHAT_COMPLETIONS, {"messages": MESSAGES, "max_tokens": 1})
+    message = answer["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": 'I look.\n{"name": "look_up", '}
+
+
 async def test_chats_that_come_at_once_build_their_renderer_once(site, caplog):
     caplog.set_level("INFO", logger="stretto.inference.openai")
     body = {"messages": MESSAGES, "max_tokens": 1}
