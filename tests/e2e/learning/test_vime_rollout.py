@@ -35,4 +35,6 @@ def test_vimes_rollout_function_runs_with_only_its_imports_changed(tmp_path):
     assert len(ended.column("reward/mean")) == 3 and audit(run) == []
     assert sum(ended.column("rollout/num_partial")) > 0
     assert ended.column("eval/mine/sampled/mean")
-    assert all(value < 1e-3 for value in ended.column("mismatch_kl/max", "trainer"))
+    # Tokens of the trained version are its own; of which version the others are goes by the machine's speed.
+    assert all(value < 1e-6 for value in ended.column("mismatch_kl/age/0", "trainer"))
+    assert all(value < 1e-3 for value in ended.column("mismatch_kl/mean", "trainer"))
