@@ -12,12 +12,13 @@ from runs import Ended, start, untrained_model, wait
 from stretto.base.paths import RunDir
 from stretto.ledger.audit import audit
 
-# The engine takes two groups at a time, so that others are still being sampled when a batch is full.
+# The engine takes two groups at a time, so that others are still being sampled when a batch is full. How old tokens are
+# goes by the machine's speed, so the rate is one at which two versions move none of them far.
 FLAGS = """
 --hf-checkpoint {model} --prompt-data rows.jsonl --input-key prompt --label-key label --apply-chat-template
 --rm-type f1 --rollout-function-path own_rollout.generate_rollout --num-rollout 3 --rollout-batch-size 2
 --n-samples-per-prompt 4 --over-sampling-batch-size 4 --partial-rollout --rollout-max-response-len 12
---rollout-max-context-len 64 --vllm-max-num-seqs 8 --advantage-estimator grpo --lr 1e-3
+--rollout-max-context-len 64 --vllm-max-num-seqs 8 --advantage-estimator grpo --lr 1e-4
 --actor-num-gpus-per-node 0 --rollout-num-gpus 0 --eval-interval 3 --eval-prompt-data mine rows.jsonl
 --eval-temperature 0.7 --save runs/it
 """
@@ -35,6 +36,5 @@ def test_vimes_rollout_function_runs_with_only_its_imports_changed(tmp_path):
     assert len(ended.column("reward/mean")) == 3 and audit(run) == []
     assert sum(ended.column("rollout/num_partial")) > 0
     assert ended.column("eval/mine/sampled/mean")
-    # Tokens of the trained version are its own; of which version the others are goes by the machine's speed.
     assert all(value < 1e-6 for value in ended.column("mismatch_kl/age/0", "trainer"))
-    assert all(value < 1e-3 for value in ended.column("mismatch_kl/mean", "trainer"))
+    assert all(value < 1e-3 for value in ended.column("mismatch_kl/max", "trainer"))
