@@ -87,7 +87,8 @@ def idle(at: At, keys: str | Sequence[str], owner: str, remedy: str = "change th
     reason = f" ({why})" if why else ""
     do = "do" if given[1:] else "does"
     what = f"{' and '.join(map(str, given))} {do} nothing with {at(owner)}{reason}"
-    yield Problem((*given, at(owner)), f"{what}; leave out, or {remedy}")
+    them = "them" if given[1:] else "it"
+    yield Problem((*given, at(owner)), f"{what}; leave {them} out, or {remedy}")
 
 
 def refused_by(check: Callable[..., object], key: Named, *given: Any) -> Problems:
