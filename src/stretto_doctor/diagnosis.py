@@ -100,6 +100,7 @@ class Diagnosis:
         reasons = {
             "apart": "engine and trainer disagreed about the policy before the first update",
             "numerics": "engine and trainer compute something else for the same weights",
+            "decoding": "the engine samples by another distribution than it computes",
             "moved": f"the policy moved too far in {self._early_moves()}",
             "signal": self._one_reward() or self._few_paid() or "most groups have equal rewards, which give no signal",
             "mismatch": "batches came from policies that were too far from the trained one",
@@ -172,6 +173,16 @@ class Diagnosis:
                 f"{found:.2g} nats, and rounding explains {bound:.2g}. It is not their age: engine and trainer compute "
                 "something else for the same weights. Compare dtype, temperature, and what the engine changes in its "
                 "distribution.",
+            )
+
+        bound, found = row.get("canary/tolerance", 0.0), row.get("canary/rollout_error", 0.0)
+        if bound and found > bound:
+            yield (
+                "decoding",
+                f"step {self.step}: a finished rollout that an engine has read again has log-probabilities that differ "
+                f"by {found:.2g} nats on average from those with which it was sampled, and rounding explains "
+                f"{bound:.2g}. The engine samples by another distribution than it computes: suspect captured graphs, "
+                "drafts, its cache, and what it changes in its distribution.",
             )
 
     def _about_first_steps(self) -> Iterator[tuple[str, str]]:

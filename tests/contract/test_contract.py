@@ -114,6 +114,16 @@ async def test_prompt_logprobs_are_those_of_the_prompt(client):
     np.testing.assert_allclose(scores[1:], logprobs_of(scratch(0), PROMPT), **CLOSE)
 
 
+async def test_what_was_sampled_is_read_again_with_the_same_numbers(client, weights):
+    await weights(5, 3)
+    for n, completion in enumerate(await client.generate(ask("sampled", n=2, max_tokens=60))):
+        whole = np.concatenate([PROMPT, completion.token_ids])
+        answer = await client.read(whole, f"read-{n}")
+        np.testing.assert_allclose(answer.prompt_logprobs[len(PROMPT) :], completion.logprobs, **CLOSE)
+        np.testing.assert_allclose(answer.prompt_logprobs[1:], logprobs_of(scratch(3), whole), **CLOSE)
+        assert {span.version for span in answer.versions} == {span.version for span in completion.versions} == {5}
+
+
 async def test_equal_prompts_share_a_cache_under_one_salt_only(client):
     prompt = (np.arange(200, dtype=np.int32) * 7 % 90 + 10).astype(np.int32)
     await client.generate(ask("cold", prompt, salt="g0.1/0/large"))

@@ -62,6 +62,7 @@ def assert_learned(run: Ended) -> None:
     assert summary["reward_after"] > summary["reward_before"] + 0.1, summary
     errors = run.column("canary/error")
     assert len(errors) >= 30 and max(errors) < 1e-4
+    assert len(run.column("canary/rollout_error")) >= 25 and max(run.column("canary/rollout_error")) < 1e-4
     assert audit(run.run) == []
 
 
@@ -216,6 +217,7 @@ def test_two_embedded_engines_are_sent_changes_one_killed_and_back(warm: Path, t
     assert sorted(sent)[len(sent) // 2] < sent[0] / 4
     rows = [row for row in read_metrics(run.metrics("orchestrator")) if "canary/error" in row]
     assert max(row["canary/error"] for row in rows) < 0.1
+    assert min(row["canary/groups"] for row in rows) >= 3, "bits that came as changes"
     assert audit(run) == []
 
 

@@ -49,6 +49,8 @@ def check_canaries(ended: Ended, num_steps: int) -> None:
     """The engine computed with what the ranks sent together, in every version that was checked."""
     errors = ended.column("canary/error")
     assert len(errors) >= num_steps - 1 and max(errors) < 1e-4
+    assert set(ended.column("canary/groups")) == {4}, "two layers, the embedding and the last norm"
+    assert max(ended.column("canary/rollout_error")) < 1e-4
     assert all(value < 1e-6 for value in ended.column("mismatch_kl/max"))
 
 

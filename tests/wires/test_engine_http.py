@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -30,9 +31,11 @@ from stretto.models.attention import PackedLayout
 from stretto.models.hub import export_tensors, random_model, save_hf
 from stretto.orchestrator.run.ship import engine_loads
 from stretto.records.generate import GenerateRequest, SamplingParams
+from stretto.records.weight_manifest import Canary
 from stretto.transports.engine import api
 from stretto.transports.engine.client import EngineClient
 from stretto.transports.weights.shm import ShmPublisher
+from stretto.transports.weights.sums import GroupSums
 
 
 def scratch(seed: int):
@@ -279,4 +282,48 @@ async def test_an_engine_that_computes_otherwise_is_not_let_in(model_dir, tmp_pa
                 assert client.num_ready == 1
                 watching.cancel()
     finally:
+        publisher.close()
+
+
+STALE = """
+import sys
+from stretto.config.root import InferenceConfig
+from stretto.inference import server
+from stretto.inference.embedded import core
+load = core.load_tensors
+def load_but_one(model, tensors):
+    norm = model.model.blocks[1].input_layernorm.weight
+    before = norm.clone()
+    load(model, tensors)
+    norm.data[3] = before[3]
+core.load_tensors = load_but_one
+sys.exit(server.main(InferenceConfig(model=sys.argv[1], server={"port": int(sys.argv[2])})))
+"""
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+async def test_one_number_that_stays_behind_is_found_by_its_bits(model_dir, tmp_path, is_stale):
+    """The canary cannot see it: it moves log-probabilities by less than rounding."""
+    port, publisher, sums = free_port(), ShmPublisher("test-engine-sums"), GroupSums()
+    new = scratch(0)
+    with torch.no_grad():
+        new.model.blocks[1].input_layernorm.weight[3] *= 1 + 2e-7
+    manifest = publisher.publish(1, sums.of(export_tensors(new)))
+    manifest = msgspec.structs.replace(manifest, canary=Canary((1, 2), (0.0, -1.0), sums=sums.by_group))
+    with (tmp_path / "log").open("wb") as out:
+        code = STALE if is_stale else STALE.replace("= load_but_one", "= load")
+        child = forked.Popen([sys.executable, "-c", code, str(model_dir), str(port)], stdout=out, stderr=out)
+    try:
+        async with EngineClient([f"http://127.0.0.1:{port}"], timeout_s=30, max_retries=0) as client:
+            await client.wait_ready(240)
+            if is_stale:
+                with pytest.raises(EngineError, match=r"version 1 .* in 1 of \d groups of tensors: model\.layers\.1"):
+                    await client.update_weights(manifest)
+                assert await asyncio.to_thread(child.wait, 60) == 1
+            else:
+                await client.update_weights(manifest)
+                assert client.num_compared == len(sums.by_group) == 4
+    finally:
+        child.kill()
+        child.wait()
         publisher.close()

@@ -271,11 +271,11 @@ class Server:
         manifest = update.manifest
         try:
             with self.order.call(api.UPDATE_WEIGHTS):
-                paused_s = await self.ready_engine().update(manifest, update.group)
+                updated = await self.ready_engine().update(manifest, update.group)
         except WireError as error:  # nothing was loaded; the engine continues
             raise Refusal(str(error), 409) from error
         self._loaded_version = str(manifest.version)
-        return json_response(updates.encode_updated(self._loaded_version, paused_s))
+        return json_response(updates.encode_updated(self._loaded_version, updated))
 
     async def finish_update(self, http: web.Request) -> web.Response:
         """End an update; if the body has a version, it must be that of the manifest."""

@@ -78,6 +78,7 @@ class AbsentEngines:
     num_ready = 0
     num_replies = 0
     paused_s = 0.0
+    num_compared = 0
 
     async def wait_ready(self, _: float) -> None:
         """Return at once."""

@@ -53,6 +53,7 @@ class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
     rounding: float = 0.0  # mean difference that the engine's 8-bit rounding explains, nats
     image: CanaryImage | None = None  # what the placeholders among the tokens show; these have logprob 0
     probe: tuple[float, ...] | None = None  # logprobs under weights scaled by `probe_scale`, where these are checked
+    sums: dict[str, int] = {}  # of the published tensors by group (weights/sums.py); empty: not compared
 
 
 def probe_scale(shape: Sequence[int]) -> float:

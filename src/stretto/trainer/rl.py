@@ -48,6 +48,7 @@ from stretto.trainer.updates import Updates
 from stretto.transports.meeting import with_orchestrator
 from stretto.transports.orchestrator import Orchestrator
 from stretto.transports.weights import build_publisher, meeting_host
+from stretto.transports.weights.sums import GroupSums, merge_sums
 
 logger = logging.getLogger(__name__)
 
@@ -239,17 +240,19 @@ class Trainer:
             loaded_version, wants_canary = self.orchestrator.loaded_version, self.orchestrator.wants_canary
         loaded_version, wants_canary = self.mesh.broadcast((loaded_version, wants_canary), tuple[int, bool])
         self.release(loaded_version)
-        tensors = self.learner.export_tensors()
+        is_checked, sums = self.is_canary_due(is_wanted=wants_canary), GroupSums()
+        tensors, adapter = self.learner.export_tensors(), self.learner.adapter_info()
         if self.layout is not None:
             tensors = to_8_bits(tensors, self.layout)
+        elif is_checked and adapter is None:  # engines keep other tensors of an adapter, and of weights in 8 bits
+            tensors = sums.of(tensors)
         manifest = self.publisher.publish(self.learner.step, tensors)
         if self.is_lead:  # engines load the version afterwards
             self.hooks.call("post_write", manifest.location, [])
-        canary = self.canary(is_wanted=wants_canary)
+        canary = self.canary(sums) if is_checked else None
         self.num_published, self.published_version = self.num_published + 1, self.learner.step
         if not self.is_lead:
             return None
-        adapter = self.learner.adapter_info()
         manifest = msgspec.structs.replace(manifest, canary=canary, adapter=adapter)
         values = {"time/publish": time.perf_counter() - start, "publish/bytes": manifest.sent_bytes}
         self.log_more(self.learner.step, values)
@@ -263,16 +266,17 @@ class Trainer:
         if ready is not None:
             self.orchestrator.post(ready)
 
-    def canary(self, *, is_wanted: bool) -> Canary | None:
-        """Log-probabilities that engines must reproduce with this version; None if not checked."""
-        cfg = self.cfg.weight_broadcast
-        since = self.published_version
-        if not is_canary_due(
-            self.learner.step, self.num_published, cfg.canary_interval, is_wanted=is_wanted, since=since
-        ):
-            return None
-        is_first = self.num_published == 0
-        return score_canary(self.learner, cfg.canary_tokens, self.layout, with_probe=is_first)
+    def is_canary_due(self, *, is_wanted: bool) -> bool:
+        """Whether engines are compared with this version."""
+        interval, since = self.cfg.weight_broadcast.canary_interval, self.published_version
+        return is_canary_due(self.learner.step, self.num_published, interval, is_wanted=is_wanted, since=since)
+
+    def canary(self, sums: GroupSums) -> Canary:
+        """What engines must reproduce with this version; sums: those of the tensors that this rank has published."""
+        num_tokens, is_first = self.cfg.weight_broadcast.canary_tokens, self.num_published == 0
+        canary = score_canary(self.learner, num_tokens, self.layout, with_probe=is_first)
+        merged = merge_sums(self.mesh.gather(sums.by_group, dict[str, int]))
+        return msgspec.structs.replace(canary, sums=merged)
 
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Save a checkpoint and export weights if their intervals are due; both if is_last."""

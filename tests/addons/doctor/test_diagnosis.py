@@ -178,6 +178,18 @@ def test_other_falls_are_not_blamed_on_the_reward(rewards: list[float], after: f
     assert warned == [] and "held-out" not in verdict
 
 
+def test_a_rollout_that_is_computed_otherwise_when_it_is_read_again_gives_a_warning() -> None:
+    exact, rounded, name = {"canary/tolerance": 1e-3}, {"canary/tolerance": 0.3}, "canary/rollout_error"
+    for row in (exact | {name: 9e-4}, rounded | {name: 0.1}, {name: 1.0}, exact):
+        assert warnings_of([row]) == []
+    [text] = warnings_of([exact, exact | {name: 0.02}, exact | {name: 0.03}])
+    assert text.startswith("step 2: ") and "0.02 nats" in text and "rounding explains 0.001" in text
+    diagnosis = Diagnosis()
+    for _ in range(20):
+        diagnosis.add(exact | {name: 0.02, "reward/mean": 0.5})
+    assert "likely: the engine samples by another distribution than it computes" in diagnosis.verdict()
+
+
 def test_numerics_and_age_are_told_apart() -> None:
     """Older tokens are further away; the bound follows from the precision, and without a check there is none."""
     exact, rounded = {"canary/tolerance": 1e-3}, {"canary/tolerance": 0.3}

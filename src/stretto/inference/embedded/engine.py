@@ -38,14 +38,17 @@ from stretto.inference.embedded.metrics import Metrics
 from stretto.inference.embedded.scheduler import EngineRequest, RequestState
 from stretto.inference.limits import check_queue
 from stretto.inference.text import Decode, TokenWatcher
+from stretto.models.hub import export_tensors
 from stretto.models.lora import Adapter, load_adapter
 from stretto.models.tracing.tracer import Tracer
 from stretto.records.generate import GenerateRequest
 from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.engine import api
 from stretto.transports.engine.api import EngineStopping, Refusal
+from stretto.transports.engine.updates import Updated
 from stretto.transports.weights import receive
 from stretto.transports.weights.layout import Receiver
+from stretto.transports.weights.sums import check_sums
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +107,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-step")
         self._receiving = ThreadPoolExecutor(1, thread_name_prefix="engine-receive")  # one version after the other
-        self._updates: set[asyncio.Task[float]] = set()
+        self._updates: set[asyncio.Task[Updated]] = set()
 
     def submit(self, spec: GenerateRequest, *, is_streamed: bool = False) -> Ticket:
         """Queue a request.
@@ -172,8 +175,8 @@ class Engine:
         """The engine's metrics as Prometheus text."""
         return self.metrics.render(self.core, len(self._inbox) + len(self._held_requests))
 
-    async def update(self, manifest: WeightManifest, group: WeightGroup | None = None) -> float:
-        """Load new weights between two steps; running requests continue with them. The seconds that it stood still.
+    async def update(self, manifest: WeightManifest, group: WeightGroup | None = None) -> Updated:
+        """Load new weights between two steps; running requests continue with them.
 
         They are received and verified while steps run; the engine stands still for the copy alone. Only weights that
         are received on a GPU have no place beside those in use, and travel while it stands still.
@@ -192,7 +195,7 @@ class Engine:
         task.add_done_callback(self._updates.discard)
         return await asyncio.shield(task)
 
-    async def _update(self, manifest: WeightManifest, group: WeightGroup | None) -> float:
+    async def _update(self, manifest: WeightManifest, group: WeightGroup | None) -> Updated:
         started = time.perf_counter()
         device, info = self.core.cache.device, manifest.adapter
 
@@ -206,10 +209,10 @@ class Engine:
 
         tensors, adapter = await asyncio.get_running_loop().run_in_executor(self._receiving, read)
 
-        def load() -> None:
+        def load() -> int:
             if info is not None and adapter is not None:
                 self.core.load_adapter(info.name, adapter, manifest.version)
-                return
+                return 0
             num_loaded = 0
 
             def counted() -> Iterator[tuple[str, Tensor]]:
@@ -222,24 +225,25 @@ class Engine:
             try:
                 self.core.load_weights(manifest.version, counted())
                 tensors.check_unchanged()
+                return check_sums(manifest, export_tensors(self.core.model))
             except Exception as error:  # what matters is whether weights were changed before it
                 if not num_loaded:  # the old weights are complete
                     raise
                 message = f"version {manifest.version} was loaded in part: {error}"
                 raise _PartialLoadError(message) from error
 
-        async def command() -> float:
+        async def command() -> Updated:
             stopped = time.perf_counter()
             if self.core.are_weights_away:
                 raise Refusal("the engine was put to sleep while the weights were on their way", 409)
-            await self._in_thread(load)
+            num_compared = await self._in_thread(load)
             now = time.perf_counter()
             self.metrics.num_updates += 1
             self.metrics.update_s += now - stopped
             message = "loaded version=%d in %.1f ms, %.1f after it was there, running=%d waiting=%d"
             counts = self.core.scheduler.num_requests
             logger.info(message, manifest.version, (now - started) * 1e3, (now - stopped) * 1e3, *counts)
-            return now - stopped
+            return Updated(now - stopped, num_compared)
 
         with contextlib.closing(tensors):
             return await self._between_steps(command)

@@ -31,6 +31,7 @@ from stretto.orchestrator.run.pipeline import GroupPipeline
 from stretto.orchestrator.run.ship import ENGINE_LOADS_INTERVAL_S, BatchShipper, engine_loads
 from stretto.orchestrator.state import run_checkpoint
 from stretto.orchestrator.state.run_checkpoint import Progress
+from stretto.orchestrator.versions.read_check import ReadCheck
 from stretto.records.control import (
     Bye,
     CheckpointBegun,
@@ -89,7 +90,8 @@ class Loop:
     def __init__(self, run: RunParts) -> None:
         self.parts, self.cfg, self.buffer, self.progress = run, run.cfg, run.buffer, run.progress
         self.start = run.progress.step
-        self._pipeline = GroupPipeline(run)
+        self._reads = ReadCheck(run.versions, run.engines)
+        self._pipeline = GroupPipeline(run, self._reads)
         self._shipper = BatchShipper(run, self._end_early)
         self._checkpoints = CheckpointWriter(run)
         self._best = BestKeeper(run.run_dir, self.start)
@@ -138,7 +140,7 @@ class Loop:
             if self._interrupting is not None:
                 await self._interrupting
             self.buffer.close()  # cancels groups that batches counted in tokens have left over
-            for task in (*background, *filter(None, [self._drawing])):
+            for task in (*background, *filter(None, [self._drawing, self._reads.task])):
                 task.cancel()
         self._reports.count_so_far()
         if self._best.wanted is not None:

@@ -23,6 +23,7 @@ from stretto.orchestrator.rollout.continuation import Interruption
 from stretto.orchestrator.rollout.play import Draw, build_echo
 from stretto.orchestrator.rollout.player import Player, error_type_of
 from stretto.orchestrator.run.parts import RunParts
+from stretto.orchestrator.versions.read_check import ReadCheck
 from stretto.records.partial import PartialRollout
 from stretto.records.rollout import Group, Task
 
@@ -36,8 +37,9 @@ MAX_STARTS_AT_ONCE = 16
 class GroupPipeline:
     """Draws tasks and plays their groups until the buffer is closed."""
 
-    def __init__(self, run: RunParts) -> None:
-        self.parts, self.cfg, self.buffer, self.ledger = run, run.cfg, run.buffer, run.ledger
+    def __init__(self, run: RunParts, reads: ReadCheck) -> None:
+        self.parts, self._reads = run, reads
+        self.cfg, self.buffer, self.ledger = run.cfg, run.buffer, run.ledger
         self.interruption = Interruption(run.ledger)
         self._failed_in_a_row: Counter[str] = Counter()  # groups, by environment
         self._played: list[tuple[Slot, Group]] = []  # they end in this iteration of the event loop
@@ -77,7 +79,7 @@ class GroupPipeline:
                 if not self.buffer.may_admit():
                     continue
             for slot in self._draw_slots():
-                slot.job = tasks.create_task(self._play_group(slot), name=f"group {slot.group_id}")
+                slot.job = tasks.create_task(self._play_group(slot, tasks), name=f"group {slot.group_id}")
             await asyncio.sleep(0)  # let them start and other tasks run before the next ones
 
     async def _wait_for_start(self, interval_s: float) -> None:
@@ -133,7 +135,7 @@ class GroupPipeline:
             self.ledger.forget_turns(group_id, member)
         return partials
 
-    async def _play_group(self, slot: Slot) -> None:
+    async def _play_group(self, slot: Slot, tasks: asyncio.TaskGroup) -> None:
         """Play one group, assess it and hand it to the buffer."""
         env = slot.task.env
         draw = Draw(slot.group_id, slot.task, self._group_sizes[env], slot.version, slot.partials)
@@ -141,6 +143,8 @@ class GroupPipeline:
         if self.interruption.has_begun and not all(each.is_counted for each in group.rollouts):
             # Members that failed because of the stop are continued after a resume.
             await self.interruption.wait_for_cancellation()
+        if self.parts.versions.wants_reading:
+            self._reads.offer(group, slot.version, tasks)
         if env in self._annotated:
             group = await self.parts.beside.annotate(group)
         await self._hand_over_together(slot, group)

@@ -138,8 +138,10 @@ class StepReports:
             "time/wait_for_rollouts": done.wait_s,
             "time/update_weights": run.versions.load_s,
             "canary/error": run.versions.canary_error,
+            "canary/groups": float(run.versions.num_compared),
             # A user's function that plays need not say which version has sampled what it returns.
             "canary/tolerance": run.versions.canary_tolerance if run.rollout_function is None else 0.0,
+            **({} if (error := run.versions.rollout_error) is None else {"canary/rollout_error": error}),
             **{name: value for each in self._measured for name, value in each.gauges().items()},
             # The ends of two steps may arrive together: then only the trainer knows how long the second one took.
             "tokens_per_s": row.num_tokens / max(step_s, done.time_s),

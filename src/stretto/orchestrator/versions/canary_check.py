@@ -20,7 +20,7 @@ import numpy as np
 
 from stretto.base.errors import EngineError
 from stretto.records.weight_manifest import BFLOAT16_TOLERANCE, Canary, WeightManifest
-from stretto.transports.engine.client import CanaryScores
+from stretto.transports.engine.proof import CanaryScores
 
 if TYPE_CHECKING:
     from jaxtyping import Float32

@@ -51,7 +51,7 @@ class VersionLoader:
         tolerance: of the canary check, in nats; None: `canary.tolerance_of` it. devices: of a run with [colocate].
         generation: returns a number that grows whenever an engine goes down or comes back.
         """
-        self._start, self._loaded = start, -1
+        self._start, self.loaded = start, -1
         self.interval, self._end, self._is_evaluated = interval, end, is_evaluated
         self._due = deque([start])  # versions that the trainer has to publish
         self._decided = start  # the newest version of which is known whether engines get it
@@ -64,6 +64,10 @@ class VersionLoader:
         self._checked_generation: int | None = None  # its engines passed the latest check
         self.canary_tolerance = 0.0  # that of the latest check; 0 before there is one
         self.canary_error = 0.0  # mean difference to the trainer's logprobs at the latest check, nats
+        self.num_checked = 0  # versions that passed a check
+        self.wants_reading = False  # is a finished rollout to be read again (read_check.py)?
+        self.rollout_error: float | None = None  # mean difference of the one that was read last, nats
+        self.num_compared = 0  # groups of tensors whose bits all engines have compared at the latest check
         self._published: asyncio.Queue[WeightManifest] = asyncio.Queue()
         self._newest = start - 1
 
@@ -131,9 +135,11 @@ class VersionLoader:
             what = f"the engines to score the canary of version {version}"
             await wait_for(self._check(manifest, manifest.canary), self._timeout_s, what)
             self._checked_generation = generation
+            self.num_checked, self.wants_reading = self.num_checked + 1, True
+            self.num_compared = self._engines.num_compared or 0
         self._ledger.version_loaded(version)
         self.load_s = time.perf_counter() - started
-        self._loaded = version
+        self.loaded = version
         logger.debug("loaded version=%d in %.3fs", version, self.load_s)
 
     async def _check(self, manifest: WeightManifest, canary: Canary) -> None:
@@ -162,7 +168,7 @@ class VersionLoader:
     @property
     def next_version(self) -> int:
         """The version that is due to be loaded, if the interval stays as it is."""
-        return self._start if self._loaded < 0 else self._after(self._loaded)
+        return self._start if self.loaded < 0 else self._after(self.loaded)
 
     def _after(self, version: int) -> int:
         """The version that is due after `version`."""

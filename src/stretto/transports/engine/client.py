@@ -10,7 +10,6 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from stretto.base.aio import task_group
 from stretto.base.errors import EngineError
-from stretto.records.generate import Completion, GenerateRequest, SamplingParams
+from stretto.records.generate import Completion, GenerateRequest
 from stretto.records.partial import ABORTED, continued_request, empty_completions, merge_completions, needs_whole_reply
 from stretto.records.weight_manifest import CanaryImage, WeightGroup, WeightManifest
 from stretto.transports.engine import api, gate, http, proof, updates
@@ -30,24 +29,12 @@ from stretto.transports.engine.handover import Handover
 from stretto.transports.engine.routed import RoutedFleet
 
 if TYPE_CHECKING:
-    from jaxtyping import Float32, Int32
+    from jaxtyping import Int32
 
 logger = logging.getLogger(__name__)
 
-_MAX_ABORTS = 10  # of one request before it is an error
 _POLL_S = 0.05
 _ROUTER_TIMEOUT_S = 120.0
-NUM_DECODED = 16
-"""Tokens that an engine samples after a canary, to compare decoding with reading."""
-
-
-@dataclass(frozen=True)
-class CanaryScores:
-    """What one engine computes for a canary: log-probabilities in nats."""
-
-    prompt: Float32[np.ndarray, " tokens"]  # of the fixed tokens; the first is 0
-    decoded: Float32[np.ndarray, " decoded"]  # of tokens that it sampled after them
-    read: Float32[np.ndarray, " decoded"]  # of the same tokens, read as part of a prompt
 
 
 class EngineClient:
@@ -90,8 +77,10 @@ class EngineClient:
             recovery_timeout_s=recovery_timeout_s, is_routed=self._is_routed,
         )  # fmt: skip
         self._routed = RoutedFleet(self.urls if self._is_routed else (), self.fleet, api_key)
+        self._turn = itertools.count()
         self.num_replies = 0  # requests that were answered
         self.paused_s = 0.0  # for how long the slowest engine computed nothing in the latest update
+        self.num_compared: int | None = None  # groups of tensors that every engine compared in it (weights/sums.py)
         self._handover = Handover(self.fleet, self._routed, self._admin, liveness_timeout_s)
 
     def generate(self, request: GenerateRequest) -> Coroutine[Any, Any, list[Completion]]:
@@ -175,7 +164,7 @@ class EngineClient:
                 if len(self.admin_urls) > 1:
                     await self._group_nodes(self.fleet.ready())
                 # An engine that has just come back has the previous version; one that comes back later loads this one.
-                self._manifest, self.paused_s = manifest, 0.0
+                self._manifest, self.paused_s, self.num_compared = manifest, 0.0, None
                 failures = await self._load_all(self.fleet.whole_engines(to_retry) or self.fleet.ready())
             # If engines receive together, a dying one makes the others fail, which then try again.
             to_retry = []
@@ -359,20 +348,25 @@ class EngineClient:
         update = updates.encode_update(manifest, group)
         if url in self._load_between_steps:
             self._load_between_steps.discard(url)
-            paused_s = updates.decode_paused_s(await self._admin(url, api.UPDATE_WEIGHTS, update))
+            updated = updates.decode_updated(await self._admin(url, api.UPDATE_WEIGHTS, update))
             self._load_between_steps.add(url)
-            self.paused_s = max(self.paused_s, paused_s)
+            self._note_updated(updated.paused_s, updated.num_compared)
             return
         paused = time.perf_counter()
         await self._admin(url, f"{api.PAUSE}?mode=keep&clear_cache=false")
         started = await self._admin(url, api.START_UPDATE)
-        await self._admin(url, api.UPDATE_WEIGHTS, update)
+        updated = updates.decode_updated(await self._admin(url, api.UPDATE_WEIGHTS, update))
         await self._admin(url, api.FINISH_UPDATE, updates.encode_finish(manifest.version))
         if not self._asleep:  # else waiting requests have no cache; they continue when the engine is woken
             await self._admin(url, api.RESUME)
-        self.paused_s = max(self.paused_s, time.perf_counter() - paused)
+        self._note_updated(time.perf_counter() - paused, updated.num_compared)
         if updates.decode_started(started):
             self._load_between_steps.add(url)
+
+    def _note_updated(self, paused_s: float, num_compared: int) -> None:
+        """Note what the newest version's update of an engine has told."""
+        self.paused_s = max(self.paused_s, paused_s)
+        self.num_compared = num_compared if self.num_compared is None else min(self.num_compared, num_compared)
 
     async def _wait_for_router(self) -> None:
         """Wait until the router has accepted an engine."""
@@ -400,51 +394,20 @@ class EngineClient:
 
     async def score_canary(
         self, token_ids: Int32[np.ndarray, " tokens"], name: str, image: CanaryImage | None = None
-    ) -> dict[str, CanaryScores]:
-        """Score fixed tokens with every engine; by engine.
+    ) -> dict[str, proof.CanaryScores]:
+        """Score fixed tokens with every engine; by engine. One of several that dies meanwhile is left out.
 
-        name: request id and, with the number of the engine, cache salt: no prefix is used that was cached under other
-        weights, or that another engine has put into a store that they share. image: for the placeholders in the
-        tokens. One of several engines that dies meanwhile is marked down and left out.
+        name: of the requests. image: for the placeholders in the tokens.
 
         Raises: EngineError if an engine returns no scores of a prompt.
         """
         ready, is_only = self.fleet.ready(), len(self.admin_urls) == 1
-
-        async def generate(url: str, what: str, prompt_ids: np.ndarray, *, is_decoding: bool) -> Completion:
-            request = GenerateRequest(
-                request_id=f"{name}-{what}",
-                prompt_ids=prompt_ids,
-                sampling=SamplingParams(max_tokens=NUM_DECODED if is_decoding else 1),
-                cache_salt=f"{name}-{what}-{ready.index(url)}",
-                prompt_logprobs=not is_decoding,
-                images=() if image is None else (image.draw(),),
-                image_token_id=None if image is None else image.token_id,
-            )
-            body = api.encode_generate(request, self.model)
-            for _ in range(_MAX_ABORTS):  # a rollout function may abort all requests
-                answer = await self._admin(url, api.GENERATE, body)
-                completion = decode_completions(request, answer)[0]
-                if completion.finish_reason != "abort":
-                    break
-            scores = completion.prompt_logprobs
-            if not is_decoding and (scores is None or len(scores) != len(prompt_ids)):
-                raise EngineError(f"{url} returned no log-probabilities for the prompt's {len(prompt_ids)} tokens")
-            return completion
-
-        async def score(url: str) -> CanaryScores:
-            decoded = await generate(url, "decoded", token_ids, is_decoding=True)
-            tokens = decoded.token_ids
-            if image is not None and image.token_id in tokens:  # it stands for no image, so it cannot be read
-                tokens = tokens[: int(np.argmax(tokens == image.token_id))]
-            whole = np.concatenate([token_ids, tokens])
-            read = (await generate(url, "read", whole, is_decoding=False)).prompt_logprobs
-            assert read is not None  # else generate raises
-            n = len(token_ids)
-            return CanaryScores(prompt=read[:n], decoded=decoded.logprobs[: len(tokens)], read=read[n:])
-
-        by_engine: dict[str, CanaryScores] = {}
-        for url, result in zip(ready, await asyncio.gather(*map(score, ready), return_exceptions=True)):
+        calls = [
+            proof.scores_of_canary(self._admin, url, self.model, token_ids, f"{name}-{i}", image)
+            for i, url in enumerate(ready)
+        ]
+        by_engine: dict[str, proof.CanaryScores] = {}
+        for url, result in zip(ready, await asyncio.gather(*calls, return_exceptions=True)):
             if not isinstance(result, BaseException):
                 by_engine[url] = result
             elif not isinstance(result, EngineError) or is_only:
@@ -456,6 +419,15 @@ class EngineClient:
             else:
                 raise result
         return by_engine
+
+    async def read(self, token_ids: Int32[np.ndarray, " tokens"], name: str) -> Completion:
+        """What the next engine in turn computes for tokens that it reads; name: of the request.
+
+        Raises: EngineError if it returns no scores of them, or if no engine is up.
+        """
+        if not (ready := self.fleet.ready()):
+            raise EngineError("no engine is up")
+        return await proof.read(self._admin, ready[next(self._turn) % len(ready)], self.model, token_ids, name)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End these requests with the tokens they have; None: all requests."""

@@ -71,18 +71,26 @@ def decode_started(data: bytes) -> bool:
     return isinstance(answer, dict) and answer.get("loads_between_steps") is True
 
 
-def encode_updated(version: str, paused_s: float) -> bytes:
-    """The answer of UPDATE_WEIGHTS; paused_s: for how long the engine computed nothing."""
-    return msgspec.json.encode({"message": "Weights updated", "weight_version": version, "paused_s": paused_s})
+class Updated(msgspec.Struct, frozen=True):
+    """What the answer of UPDATE_WEIGHTS tells; vLLM's tells nothing."""
+
+    paused_s: float = 0.0
+    """For how long an engine that loads between two steps computed nothing, seconds."""
+    num_compared: int = 0
+    """Groups of tensors whose bits the engine has compared with the trainer's (weights/sums.py)."""
 
 
-def decode_paused_s(data: bytes) -> float:
-    """The seconds for which an engine that loads between two steps computed nothing; 0 if it does not tell."""
+def encode_updated(version: str, updated: Updated) -> bytes:
+    """The answer of UPDATE_WEIGHTS."""
+    answer = {"message": "Weights updated", "weight_version": version}
+    return msgspec.json.encode(answer | msgspec.to_builtins(updated))
+
+
+def decode_updated(data: bytes) -> Updated:
     try:
-        answer = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        return 0.0
-    return float(answer.get("paused_s", 0.0)) if isinstance(answer, dict) else 0.0
+        return msgspec.json.decode(data, type=Updated)
+    except msgspec.MsgspecError:
+        return Updated()
 
 
 def encode_finish(version: int) -> bytes:

@@ -29,7 +29,7 @@ from stretto.records.weight_manifest import (
 from stretto.trainer.learner import Learner
 from stretto.trainer.network import scaled
 from stretto.trainer.publish.canary import fixed_tokens, is_canary_due, score_canary
-from stretto.transports.engine.client import CanaryScores
+from stretto.transports.engine.proof import CanaryScores
 
 
 def scored(prompt: np.ndarray, gap: float = 0.0) -> CanaryScores:
@@ -38,6 +38,8 @@ def scored(prompt: np.ndarray, gap: float = 0.0) -> CanaryScores:
 
 class Engines:
     """Two engines that score with an error of their own."""
+
+    num_compared: int | None = 4
 
     def __init__(self, canary: Canary, *errors: float) -> None:
         self.logprobs = np.array(canary.logprobs, np.float32)
@@ -95,6 +97,7 @@ def test_engines_that_agree_are_let_pass_and_the_error_is_known():
     policy, log = load(Engines(CANARY, 1e-6, 2e-6), TIED)
     assert log.loaded == (0,) and policy.canary_error == pytest.approx(2e-6, rel=0.2)
     assert policy.canary_tolerance == 1e-3
+    assert (policy.num_checked, policy.num_compared) == (1, 4)
 
 
 def test_one_engine_that_does_not_agree_stops_the_run_and_names_the_tensors():
@@ -264,6 +267,8 @@ def test_an_engine_that_samples_with_other_weights_than_it_reads_with_is_found()
 
 class Stale:
     """An engine that loads what it is sent into a real model, but for tensors of which it keeps a copy."""
+
+    num_compared = 0
 
     def __init__(self, seed: int, kept: str) -> None:
         self.model, self.kept = random_model(ScratchSection(seed=seed), 112, eos_token_id=2), kept

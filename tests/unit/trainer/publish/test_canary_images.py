@@ -20,11 +20,13 @@ from stretto.records.generate import GenerateRequest, SamplingParams
 from stretto.records.weight_manifest import Canary, CanaryImage, TensorEntry, WeightManifest
 from stretto.trainer.learner import Learner
 from stretto.trainer.publish.canary import score_canary
-from stretto.transports.engine.client import CanaryScores
+from stretto.transports.engine.proof import CanaryScores
 
 
 class CoreEngine:
     """One embedded engine, as the orchestrator asks it."""
+
+    num_compared = 0
 
     def __init__(self, model: Decoder) -> None:
         self.core = EngineCore(model, CoreSettings(kv_cache_tokens=1024, max_num_seqs=4))
