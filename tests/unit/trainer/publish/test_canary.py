@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.base.errors import EngineError
+from stretto.base.errors import DataError, EngineError
 from stretto.config.sections.model import ModelSection, ScratchSection, ScratchVisionSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.families.table import FAMILIES, VISION_FAMILIES
 from stretto.models.attention import PackedLayout
-from stretto.models.hub import export_tensors, random_model
+from stretto.models.hub import export_tensors, load_tensors, random_model
 from stretto.models.tensor_map import as_whole_slices
 from stretto.orchestrator.versions.canary_check import CanaryCheck, describe_suspects, tolerance_of
 from stretto.orchestrator.versions.loader import VersionLoader
@@ -30,6 +30,7 @@ from stretto.trainer.learner import Learner
 from stretto.trainer.network import scaled
 from stretto.trainer.publish.canary import fixed_tokens, is_canary_due, score_canary
 from stretto.transports.engine.proof import CanaryScores
+from stretto.transports.weights.sums import GroupSums, check_sums
 
 
 def scored(prompt: np.ndarray, gap: float = 0.0) -> CanaryScores:
@@ -333,3 +334,33 @@ def test_trainer_and_engine_scale_the_tensors_of_every_family_alike(family):
     with scaled(as_whole_slices(model.named_parameters()).values()):
         for name, tensor in export_tensors(model):
             torch.testing.assert_close(tensor, published[name] * probe_scale(published[name].shape), msg=name)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+def test_an_engine_of_every_family_holds_the_bits_that_were_published(family: str, dtypes: tuple[str, str]) -> None:
+    vision = ScratchVisionSection() if family in VISION_FAMILIES else None
+    section = ScratchSection(family=family, seed=5, num_experts=4, vision=vision)
+    published, kept = (getattr(torch, name) for name in dtypes)
+    learner = Learner(
+        random_model(section, 112, eos_token_id=2, image_token_id=5).to(published),
+        model=ModelSection(dtype=dtypes[0]),
+        optim=AdamWOptim(),
+        scheduler=ConstantScheduler(warmup_steps=0),
+        max_steps=None,
+    )
+    sums = GroupSums()
+    sent = list(sums.of(learner.export_tensors()))
+    entries = [
+        TensorEntry(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), 0, 0, t.nbytes) for name, t in sent
+    ]
+    told = msgspec.structs.replace(
+        manifest(canary=msgspec.structs.replace(CANARY, sums=sums.by_group)), tensors=tuple(entries)
+    )
+    engine = random_model(section, 112, eos_token_id=2, image_token_id=5).to(kept)
+    load_tensors(engine, sent)
+    assert check_sums(told, export_tensors(engine)) == len(sums.by_group) >= 4
+    with torch.no_grad():
+        list(engine.parameters())[-1].view(-1)[0] += 1
+    with pytest.raises(DataError, match="in 1 of"):
+        check_sums(told, export_tensors(engine))
