@@ -8,13 +8,17 @@ log-probabilities of 64 random tokens, in nats:
 - bfloat16 against float32, for the model and for its probe (all tensors scaled by `probe_scale`)
 - the probe against the model
 - the probe against one in which a kind of tensors stays behind, as in an engine that never loads it
+- the model in bfloat16 against one whose first norm is one rounding behind, which sums of bits alone can see
+
+And the time of these sums (weights/sums.py), which trainer and engine make each, in scorings of the tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,10 +28,11 @@ import torch
 
 from stretto.models.attention import PackedLayout
 from stretto.models.decoder import Decoder
-from stretto.models.hub import load_model
+from stretto.models.hub import export_tensors, load_model
 from stretto.models.tensor_map import TensorSlice, as_whole_slices
 from stretto.trainer.network import scaled
 from stretto.trainer.publish.canary import fixed_tokens
+from stretto.transports.weights.sums import GroupSums
 
 KINDS = ("embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "norm")
 DEFAULT = Path.home() / ".cache" / "stretto" / "smollm2-135m-instruct"
@@ -56,6 +61,28 @@ def stale(model: Decoder, kind: str) -> np.ndarray:
         return score(model)
 
 
+def one_rounding_behind(model: Decoder) -> np.ndarray:
+    """The scores of a model in bfloat16 with the first norm's weights one rounding smaller."""
+    norm = model.model.blocks[0].input_layernorm.weight.data
+    before = norm.clone()
+    norm.view(torch.int16).sub_(1)
+    scores = score(model)
+    norm.copy_(before)
+    return scores
+
+
+def sums_in_scorings(model: Decoder) -> float:
+    """The time of the sums of all tensors, as a multiple of that of the scores; best of three."""
+
+    def timed(act: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        act()
+        return time.perf_counter() - start
+
+    add_all = lambda: [None for _ in GroupSums().of(export_tensors(model))]
+    return min(timed(add_all) for _ in range(3)) / min(timed(lambda: score(model)) for _ in range(3))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=DEFAULT)
@@ -70,6 +97,9 @@ def main() -> None:
     print(f"{'what the probe moves':<28}{np.abs(probe - plain).mean():.3f}")
     for kind in KINDS:
         print(f"{f'stays behind: {kind}':<28}{np.abs(stale(exact, kind) - probe).mean():.3f}")
+    print(f"{'a norm, by one rounding':<28}{np.abs(one_rounding_behind(rounded) - score(rounded)).mean():.3f}")
+    for model, name in ((exact, "float32"), (rounded, "bfloat16")):
+        print(f"{f'sums, in scorings, {name}':<28}{sums_in_scorings(model):.2f}")
 
 
 if __name__ == "__main__":
