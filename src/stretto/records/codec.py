@@ -36,6 +36,7 @@ _BLOB_MAGIC = b"STRB"
 _ALIGN = 8
 _SMALL = 4096  # bytes; copying this much costs less than sending and receiving one more frame
 _ARRAY = 1  # msgpack extension code; its data is the array's index
+_INTEGER = 2  # its data is an integer of more than 64 bits, of JSON that a user or a model wrote
 _DTYPES = {np.dtype(c).newbyteorder("<").str: np.dtype(c).newbyteorder("<") for c in "?bBhHiIqQefd"}
 
 
@@ -82,7 +83,12 @@ def encode(obj: Any) -> list[BytesLike]:
             return value.item()
         raise TypeError(f"a record cannot hold a {type(value).__name__}; use numbers, text, containers or numpy arrays")
 
-    body = msgspec.msgpack.encode(obj, enc_hook=hook)
+    try:
+        body = msgspec.msgpack.encode(obj, enc_hook=hook)
+    except OverflowError:
+        arrays.clear()
+        known.clear()
+        body = msgspec.msgpack.encode(_with_large_integers(obj), enc_hook=hook)
     kinds: list[tuple[str, tuple[int, ...]]] = []
     small, large = [], []
     for array in arrays:
@@ -206,6 +212,20 @@ def check_schema(schema: int, what: str) -> None:
 _StructMeta = type(msgspec.Struct)
 
 
+def _with_large_integers(value: Any) -> Any:
+    """The value with extensions in place of the integers that msgpack has no type for."""
+    if isinstance(value, msgspec.Struct):
+        fields = {name: _with_large_integers(getattr(value, name)) for name in value.__struct_fields__}
+        return msgspec.structs.replace(value, **fields)
+    if isinstance(value, dict):
+        return {key: _with_large_integers(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_large_integers(each) for each in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return msgspec.msgpack.Ext(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+    return value
+
+
 def _portable(array: np.ndarray) -> np.ndarray:
     """The array in C order and little-endian; copied only if necessary."""
     if array.dtype.str in _DTYPES and array.flags.c_contiguous:
@@ -259,6 +279,8 @@ def _array(view: memoryview, dtype: str, shape: tuple[int, ...], size: int) -> n
 
 def _decode_body(body: msgspec.Raw, kind: Any, arrays: list[np.ndarray]) -> Any:
     def ext_hook(code: int, data: memoryview) -> Any:
+        if code == _INTEGER:
+            return int.from_bytes(data, "little", signed=True)
         index = int.from_bytes(data, "little")
         if code != _ARRAY or index >= len(arrays):
             raise WireError(f"reference to array {index} (extension {code}) of {len(arrays)}.")

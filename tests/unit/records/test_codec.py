@@ -20,7 +20,7 @@ from stretto.base.errors import DataError, WireError
 from stretto.records import codec
 from stretto.records.codec import decode, decode_blob, encode, encode_blob, split_blobs
 from stretto.records.generate import Completion
-from stretto.records.rollout import Branch
+from stretto.records.rollout import Branch, Rollout, RolloutStatus, Task
 from stretto.records.sample import MicroBatch, TrainBatch
 from stretto.records.trained_tokens import TrainedSample
 
@@ -163,8 +163,30 @@ def test_misaligned_frames_give_aligned_arrays() -> None:
     assert all(a.flags.aligned for a in (decode(shifted, MicroBatch).logprobs, decode(shifted, MicroBatch).token_ids))
 
 
+def branch(logprobs: np.ndarray) -> Branch:
+    nothing = np.zeros(len(logprobs), np.int32)
+    return Branch(token_ids=nothing, is_sampled=nothing > 0, logprobs=logprobs, temperature=1.0, versions=())
+
+
 def test_numpy_scalars_travel_as_numbers() -> None:
     assert decode(encode({"reward": np.float32(0.5), "n": np.int64(3)}), dict) == {"reward": 0.5, "n": 3}
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers() | st.integers(-(2**70), 2**70) | st.sampled_from([-(2**63), -(2**63) - 1, 2**64 - 1, 2**64]))
+)
+def test_integers_of_any_size_arrive(numbers: list[int]) -> None:
+    task = Task(env="e", task_id="0", data={"numbers": numbers, "deep": [{"n": n} for n in numbers], "flag": True})
+    pixels = np.arange(5000, dtype=np.float32)
+    record = Rollout(
+        rollout_id="g0.0", group_id=0, member=0, task=task, status=RolloutStatus.FINISHED, metrics={"a": 1.0},
+        branches=(branch(pixels), branch(pixels)),
+    )  # fmt: skip
+    arrived = decode_blob(encode_blob(record), Rollout)
+    assert arrived.task == task and type(arrived.task.data["flag"]) is bool
+    assert all(np.array_equal(each.logprobs, pixels) for each in arrived.branches)
+    assert encode_blob(arrived) == encode_blob(record)
 
 
 @pytest.mark.parametrize("value", [np.array(["a"]), np.array([object()]), {1, 2, object()}, lambda: None])
