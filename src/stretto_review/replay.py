@@ -33,13 +33,13 @@ from stretto_review.recorded import SUFFIX, as_training, played, unpack, with_mo
 
 POLL_S = 0.2
 NOT_PLAYED = 125
-"""Exit status if `rl` has failed, which is no difference: `git bisect run` passes over such a commit."""
+"""Exit status if `rl` has failed or trained nothing: no difference, and `git bisect run` passes over such a commit."""
 
 
 def replay(words: Sequence[str]) -> int:
     """Play a run again in a directory beside it, and print where the two differ; exit status 1 if they do.
 
-    It is NOT_PLAYED if the run has failed, and that of a signal if it was stopped by one.
+    It is NOT_PLAYED if the run has failed or trained nothing, and that of a signal if it was stopped by one.
     """
     args, rest = _parse(words)
     is_bundle = args.run.endswith(SUFFIX) and not Path(args.run).is_dir()
@@ -90,7 +90,8 @@ def replay(words: Sequence[str]) -> int:
     other = Side(str(again))
     steps = [step for step in sorted(first.batches.keys() & other.batches.keys()) if step <= last]
     if not steps:
-        raise ConfigError(f"{again}: it has trained no step that {here} has")
+        print(harmless(f"{again} has trained no step that {here} has: nothing is compared"), file=sys.stderr)
+        return NOT_PLAYED
     found = first_difference(Comparison(first, other, args.tolerance, is_whole=is_whole), steps)
     num_unread, what = len(first.gone | other.gone), "" if is_whole else " of training"
     verdict = difference_text([vars(each) for each in found], len(steps), num_unread, what)

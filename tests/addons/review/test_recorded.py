@@ -152,6 +152,20 @@ def test_a_replay_writes_nothing_into_the_run(tmp_path: Path, monkeypatch: pytes
     assert commands[0][commands[0].index("--output-dir") + 1] == str(tmp_path / "mine")
 
 
+def test_a_replay_that_has_trained_nothing_shows_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "one", GROUPS, config={"orchestrator": {"algo": {"type": "grpo"}, "env": []}})
+
+    def play(command: list[str], again: RunDir, last: int | None) -> int:
+        write_run(again.path, 0)
+        return 0
+
+    monkeypatch.setattr("stretto_review.replay._play", play)
+    assert replay([str(run)]) == NOT_PLAYED
+    assert "has trained no step that" in capsys.readouterr().err
+
+
 def test_a_run_that_was_resumed_is_played_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration is that of its last start, which said `--resume`."""
     config = {"orchestrator": {"algo": {"type": "grpo"}, "env": []}, "deterministic": True, "resume": True}
