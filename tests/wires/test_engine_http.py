@@ -316,13 +316,17 @@ async def test_one_number_that_stays_behind_is_found_by_its_bits(model_dir, tmp_
     try:
         async with EngineClient([f"http://127.0.0.1:{port}"], timeout_s=30, max_retries=0) as client:
             await client.wait_ready(240)
-            if is_stale:
-                with pytest.raises(EngineError, match=r"version 1 .* in 1 of \d groups of tensors: model\.layers\.1"):
-                    await client.update_weights(manifest)
-                assert await asyncio.to_thread(child.wait, 60) == 1
-            else:
-                await client.update_weights(manifest)
-                assert client.num_compared == len(sums.by_group) == 4
+            await client.update_weights(manifest)
+            [(url, updated)] = client.updated.items()
+            assert updated.num_compared == len(sums.by_group) == 4
+            if not is_stale:
+                updated.check(url, 1)
+                return
+            message = r"version 1, .* in 1 of 4 groups of tensors: model\.layers\.1$"
+            with pytest.raises(EngineError, match=message):
+                updated.check(url, 1)
+            with pytest.raises(EngineError, match=message):
+                await client._restore(url)  # as one that comes back
     finally:
         child.kill()
         child.wait()

@@ -134,8 +134,8 @@ canary/tolerance | nats | The difference that rounding explains in the precision
     first check, and where a function of yours plays. | `mismatch_kl/age/0` stays below its square; otherwise the
     run warns, unless it makes several updates per step or an adapter has `dropout`.
 canary/rollout_error | nats | The same difference between what a finished rollout was sampled by and what an engine
-    computes when it reads it again, of the rollout that was read last. One is read after each check. | Above
-    `canary/tolerance` the run warns: the engine samples by another distribution than it computes.
+    computes when it reads it again: after each check one is read, or a few short ones. | Above `canary/tolerance` the
+    run warns: the engine samples by another distribution than it computes.
 canary/groups | groups | Groups of tensors (layers) of which engines and trainer had equal bits at the latest check; 0:
     not compared, as with vLLM, which packs tensors. | If one differs the run ends.
 inference/num_requests_running | requests | Requests that engines are computing. Like the others of `inference/`,

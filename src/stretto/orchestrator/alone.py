@@ -7,12 +7,14 @@ training    AbsentEngines are the engines: batches come from saved rollouts, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from stretto.records.control import Bye, Message, Register, StepDone, Stop, VersionReady
 from stretto.records.sample import TrainBatch
 from stretto.records.weight_manifest import WeightManifest
 from stretto.transports.control import Event
+from stretto.transports.engine.updates import Updated
 
 
 class AbsentTrainer:
@@ -78,7 +80,7 @@ class AbsentEngines:
     num_ready = 0
     num_replies = 0
     paused_s = 0.0
-    num_compared = 0
+    updated: Mapping[str, Updated] = MappingProxyType({})
 
     async def wait_ready(self, _: float) -> None:
         """Return at once."""

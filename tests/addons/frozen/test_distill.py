@@ -21,7 +21,8 @@ from stretto.ledger.audit import audit
 from stretto.ledger.reader import LedgerReader
 from stretto.orchestrator.main import Wires, build_loop, open_user_code
 from stretto.orchestrator.state.resume import starting_point
-from stretto.records.generate import Completion
+from stretto.orchestrator.versions.loader import VersionLoader
+from stretto.records.generate import Completion, VersionSpan
 from stretto_frozen.teachers import build_privileged_context, demonstration_of
 
 TEACHER = {"base_url": "http://127.0.0.1:9/v1"}
@@ -160,6 +161,30 @@ def test_what_a_teacher_played_is_never_too_old_and_outlives_a_resume(tmp_path):
     again = cfg.model_copy(update={"resume": ResumeSection(step=1)})
     trainer = train(again, FakeEngine(parrot(0.0)), {"copied": Frozen()}, start=1)
     assert trainer.step == STEPS and audit(cfg.run_dir) == []
+
+
+def test_the_policys_engine_reads_again_what_the_policy_has_sampled_alone(tmp_path, monkeypatch):
+    class Reading(FakeEngine):
+        texts: tuple[str, ...] = ()
+
+        async def read(self, token_ids, name):
+            self.texts += ("".join(map(chr, token_ids)),)
+            return Completion(
+                token_ids=np.ones(1, np.int32), logprobs=np.zeros(1), finish_reason="length",
+                versions=(VersionSpan(self.version, 0, 1),), prompt_logprobs=np.zeros(len(token_ids), np.float32),
+            )  # fmt: skip
+
+    async def load(self, manifest):
+        await load_version(self, manifest)
+        self.num_checked, self.wants_reading = self.num_checked + 1, True  # as after a canary
+
+    load_version = VersionLoader.load
+    monkeypatch.setattr(VersionLoader, "load", load)
+    for algo in ({}, {"algo": {"type": "sft"}}):
+        engine, is_copied = Reading(parrot(0.5)), bool(algo)
+        cfg = config(tmp_path / str(is_copied), [ECHO_ENV | {"name": "copied"} | algo], teacher=TEACHER)
+        train(cfg, engine, {"copied": Frozen()} if is_copied else {})
+        assert bool(engine.texts) is not is_copied
 
 
 def test_only_replies_that_are_good_enough_are_copied(tmp_path):

@@ -48,7 +48,7 @@ from stretto.transports.engine.api import EngineStopping, Refusal
 from stretto.transports.engine.updates import Updated
 from stretto.transports.weights import receive
 from stretto.transports.weights.layout import Receiver
-from stretto.transports.weights.sums import check_sums
+from stretto.transports.weights.sums import compare_sums
 
 logger = logging.getLogger(__name__)
 
@@ -209,10 +209,10 @@ class Engine:
 
         tensors, adapter = await asyncio.get_running_loop().run_in_executor(self._receiving, read)
 
-        def load() -> int:
+        def load() -> tuple[int, list[str]]:
             if info is not None and adapter is not None:
                 self.core.load_adapter(info.name, adapter, manifest.version)
-                return 0
+                return 0, []
             num_loaded = 0
 
             def counted() -> Iterator[tuple[str, Tensor]]:
@@ -225,7 +225,7 @@ class Engine:
             try:
                 self.core.load_weights(manifest.version, counted())
                 tensors.check_unchanged()
-                return check_sums(manifest, export_tensors(self.core.model))
+                return compare_sums(manifest, export_tensors(self.core.model))
             except Exception as error:  # what matters is whether weights were changed before it
                 if not num_loaded:  # the old weights are complete
                     raise
@@ -236,14 +236,14 @@ class Engine:
             stopped = time.perf_counter()
             if self.core.are_weights_away:
                 raise Refusal("the engine was put to sleep while the weights were on their way", 409)
-            num_compared = await self._in_thread(load)
+            num_compared, differing = await self._in_thread(load)
             now = time.perf_counter()
             self.metrics.num_updates += 1
             self.metrics.update_s += now - stopped
             message = "loaded version=%d in %.1f ms, %.1f after it was there, running=%d waiting=%d"
             counts = self.core.scheduler.num_requests
             logger.info(message, manifest.version, (now - started) * 1e3, (now - stopped) * 1e3, *counts)
-            return Updated(now - stopped, num_compared)
+            return Updated(now - stopped, num_compared, tuple(differing))
 
         with contextlib.closing(tensors):
             return await self._between_steps(command)

@@ -90,7 +90,7 @@ class Loop:
     def __init__(self, run: RunParts) -> None:
         self.parts, self.cfg, self.buffer, self.progress = run, run.cfg, run.buffer, run.progress
         self.start = run.progress.step
-        self._reads = ReadCheck(run.versions, run.engines)
+        self._reads = ReadCheck(run.versions, run.engines, run.cfg.seq_len)
         self._pipeline = GroupPipeline(run, self._reads)
         self._shipper = BatchShipper(run, self._end_early)
         self._checkpoints = CheckpointWriter(run)

@@ -143,7 +143,7 @@ class GroupPipeline:
         if self.interruption.has_begun and not all(each.is_counted for each in group.rollouts):
             # Members that failed because of the stop are continued after a resume.
             await self.interruption.wait_for_cancellation()
-        if self.parts.versions.wants_reading:
+        if self.parts.versions.wants_reading and env not in self._frozen:
             self._reads.offer(group, slot.version, tasks)
         if env in self._annotated:
             group = await self.parts.beside.annotate(group)

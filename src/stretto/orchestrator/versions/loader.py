@@ -136,17 +136,20 @@ class VersionLoader:
             await wait_for(self._check(manifest, manifest.canary), self._timeout_s, what)
             self._checked_generation = generation
             self.num_checked, self.wants_reading = self.num_checked + 1, True
-            self.num_compared = self._engines.num_compared or 0
         self._ledger.version_loaded(version)
         self.load_s = time.perf_counter() - started
         self.loaded = version
         logger.debug("loaded version=%d in %.3fs", version, self.load_s)
 
     async def _check(self, manifest: WeightManifest, canary: Canary) -> None:
-        """Compare what every engine computes for the canary with what the trainer does.
+        """Compare what every engine holds, and what it computes for the canary, with the trainer.
 
-        Raises: EngineError if they differ by more than rounding explains.
+        Raises: EngineError if bits differ, or numbers by more than rounding explains.
         """
+        updated = self._engines.updated
+        for url, each in updated.items():
+            each.check(url, manifest.version)
+        self.num_compared = min((each.num_compared for each in updated.values()), default=0)
         name = f"canary-{manifest.version}"
         answers = await self._engines.score_canary(np.array(canary.token_ids, np.int32), name, canary.image)
         self.canary_error = self._check_canary(manifest, canary, answers)

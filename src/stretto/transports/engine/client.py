@@ -79,8 +79,7 @@ class EngineClient:
         self._routed = RoutedFleet(self.urls if self._is_routed else (), self.fleet, api_key)
         self._turn = itertools.count()
         self.num_replies = 0  # requests that were answered
-        self.paused_s = 0.0  # for how long the slowest engine computed nothing in the latest update
-        self.num_compared: int | None = None  # groups of tensors that every engine compared in it (weights/sums.py)
+        self.updated: dict[str, updates.Updated] = {}  # by engine: what it has told of the newest version
         self._handover = Handover(self.fleet, self._routed, self._admin, liveness_timeout_s)
 
     def generate(self, request: GenerateRequest) -> Coroutine[Any, Any, list[Completion]]:
@@ -158,13 +157,14 @@ class EngineClient:
         Raises: EngineError if all engines are down and none comes back in time.
         """
         to_retry: list[str] = []
+        self.updated.clear()
         while True:
             await self.fleet.wait_for_any()  # without the lock, which an engine needs in order to come back
             async with self.fleet.updating:
                 if len(self.admin_urls) > 1:
                     await self._group_nodes(self.fleet.ready())
                 # An engine that has just come back has the previous version; one that comes back later loads this one.
-                self._manifest, self.paused_s, self.num_compared = manifest, 0.0, None
+                self._manifest = manifest
                 failures = await self._load_all(self.fleet.whole_engines(to_retry) or self.fleet.ready())
             # If engines receive together, a dying one makes the others fail, which then try again.
             to_retry = []
@@ -248,6 +248,7 @@ class EngineClient:
                 addresses.remove(root)
         self.fleet.forget(root)
         self._receivers.pop(root, None)
+        self.updated.pop(root, None)
         self._load_between_steps.discard(root)
 
     async def _prove(self, url: str) -> None:
@@ -257,6 +258,11 @@ class EngineClient:
             proof.compare(*scores, other=others[0], version=self._manifest.version)
         if self._is_routed:
             await self._handover.admit(url, is_open=True)
+
+    @property
+    def paused_s(self) -> float:
+        """For how long the slowest engine computed nothing in the latest update."""
+        return max((each.paused_s for each in self.updated.values()), default=0.0)
 
     @property
     def num_ready(self) -> int:
@@ -304,6 +310,8 @@ class EngineClient:
         if self._manifest is not None:
             groups = await self._groups(list(urls))
             await _gather_all(self._load(url, group) for url, group in zip(urls, groups))
+            for url in urls:
+                self.updated[url].check(url, self._manifest.version)
         if self._sleep_level is not None and not self._asleep:
             await _gather_all(self._admin(url, f"{api.WAKE_UP}?tags=kv_cache") for url in urls)
 
@@ -350,7 +358,7 @@ class EngineClient:
             self._load_between_steps.discard(url)
             updated = updates.decode_updated(await self._admin(url, api.UPDATE_WEIGHTS, update))
             self._load_between_steps.add(url)
-            self._note_updated(updated.paused_s, updated.num_compared)
+            self.updated[url] = updated
             return
         paused = time.perf_counter()
         await self._admin(url, f"{api.PAUSE}?mode=keep&clear_cache=false")
@@ -359,14 +367,9 @@ class EngineClient:
         await self._admin(url, api.FINISH_UPDATE, updates.encode_finish(manifest.version))
         if not self._asleep:  # else waiting requests have no cache; they continue when the engine is woken
             await self._admin(url, api.RESUME)
-        self._note_updated(time.perf_counter() - paused, updated.num_compared)
+        self.updated[url] = msgspec.structs.replace(updated, paused_s=time.perf_counter() - paused)
         if updates.decode_started(started):
             self._load_between_steps.add(url)
-
-    def _note_updated(self, paused_s: float, num_compared: int) -> None:
-        """Note what the newest version's update of an engine has told."""
-        self.paused_s = max(self.paused_s, paused_s)
-        self.num_compared = num_compared if self.num_compared is None else min(self.num_compared, num_compared)
 
     async def _wait_for_router(self) -> None:
         """Wait until the router has accepted an engine."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from stretto.base.errors import EngineError
 from stretto.records.weight_manifest import WeightGroup, WeightManifest
 from stretto.transports.engine.api import decode_json
+
+_NAMED = 4
+"""Groups of tensors that a message names."""
 
 
 class UpdateInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -78,6 +82,17 @@ class Updated(msgspec.Struct, frozen=True):
     """For how long an engine that loads between two steps computed nothing, seconds."""
     num_compared: int = 0
     """Groups of tensors whose bits the engine has compared with the trainer's (weights/sums.py)."""
+    differing: tuple[str, ...] = ()
+    """Those of which it holds other bits."""
+
+    def check(self, url: str, version: int) -> None:
+        """Raises: EngineError if the engine holds other bits than the trainer has published."""
+        if self.differing:
+            named = ", ".join(self.differing[:_NAMED]) + (" ..." if len(self.differing) > _NAMED else "")
+            raise EngineError(
+                f"{url} has loaded version {version}, and what it holds differs from what the trainer has published in "
+                f"{len(self.differing)} of {self.num_compared} groups of tensors: {named}"
+            )
 
 
 def encode_updated(version: str, updated: Updated) -> bytes:

@@ -50,7 +50,7 @@ class Engine:
         )
 
 
-def branch(gap: float = 0.0, *, prompt: int = 4, replies: int = 6, **changes: Any) -> Branch:
+def branch(gap: float = 0.0, *, prompt: int = 4, replies: int = 16, **changes: Any) -> Branch:
     """A branch that version 3 has sampled, with log-probabilities that are `gap` away from the engine's."""
     total = prompt + replies
     ids, is_sampled = np.arange(total, dtype=np.int32) % 50, np.arange(total) >= prompt
@@ -75,10 +75,16 @@ async def offer(check: ReadCheck, offered: Group, version: int = 3) -> None:
         check.offer(offered, version, tasks)
 
 
-def offered(*groups: Group, versions: Versions | None = None, engine: Engine | None = None, version: int = 3) -> Any:
+def offered(
+    *groups: Group,
+    versions: Versions | None = None,
+    engine: Engine | None = None,
+    version: int = 3,
+    seq_len: int = 4096,
+) -> Any:
     """What a check knows, and the engine, after these groups."""
     versions, engine = versions or Versions(), engine or Engine()
-    check = ReadCheck(versions, engine)
+    check = ReadCheck(versions, engine, seq_len)
     for each in groups:
         asyncio.run(offer(check, each, version))
     return versions, engine
@@ -87,7 +93,7 @@ def offered(*groups: Group, versions: Versions | None = None, engine: Engine | N
 def test_the_mean_difference_of_the_sampled_tokens_is_measured() -> None:
     versions, engine = offered(group(branch(0.25)))
     assert versions.rollout_error == pytest.approx(0.25, abs=1e-6)
-    assert [len(ids) for ids in engine.asked] == [10]
+    assert [len(ids) for ids in engine.asked] == [20]
     versions, _ = offered(group(branch()))
     assert versions.rollout_error < 1e-6
 
@@ -121,7 +127,7 @@ async def test_one_is_read_at_a_time() -> None:
             return await super().read(token_ids, name)
 
     engine = Slow()
-    check = ReadCheck(Versions(), engine)
+    check = ReadCheck(Versions(), engine, 4096)
     async with asyncio.TaskGroup() as tasks:
         for _ in range(3):
             check.offer(group(branch()), 3, tasks)
@@ -130,7 +136,7 @@ async def test_one_is_read_at_a_time() -> None:
 
 
 def test_the_beginning_of_a_long_rollout_is_read() -> None:
-    late = branch(prompt=MAX_TOKENS - 10, replies=30)
+    late = branch(prompt=MAX_TOKENS - 20, replies=30)
     worse = late.logprobs.copy()
     worse[MAX_TOKENS:] += 5  # behind what is read
     versions, engine = offered(group(msgspec.structs.replace(late, logprobs=worse)))
@@ -140,11 +146,11 @@ def test_the_beginning_of_a_long_rollout_is_read() -> None:
 
 
 NOT_READ = {
-    "two versions": branch(versions=(VersionSpan(2, 4, 6), VersionSpan(3, 6, 10))),
-    "an older version": branch(versions=(VersionSpan(2, 4, 10),)),
+    "two versions": branch(versions=(VersionSpan(2, 4, 6), VersionSpan(3, 6, 20))),
+    "an older version": branch(versions=(VersionSpan(2, 4, 20),)),
     "temperature": branch(temperature=0.7),
-    "support": branch(support=Support.unrestricted(10)),
-    "greedy": branch(is_greedy=np.ones(10, bool)),
+    "support": branch(support=Support.unrestricted(20)),
+    "greedy": branch(is_greedy=np.ones(20, bool)),
     "another model's": branch(is_trained=False),
     "a teacher's": branch(is_frozen=True, versions=()),
     "images": branch(images=(image_of(np.zeros((4, 12), np.float32), (1, 2, 2)),)),
@@ -157,6 +163,21 @@ def test_what_cannot_be_computed_again_is_passed_over(name: str) -> None:
     assert not engine.asked
     versions, engine = offered(group(NOT_READ[name], branch(0.5)))
     assert len(engine.asked) == 1 and versions.rollout_error == pytest.approx(0.5)
+
+
+def test_short_replies_are_read_one_after_another_until_there_are_enough_tokens() -> None:
+    """The mean of one or two tokens has no bound: rounding moves a single one further."""
+    few, others = group(branch(0.9, replies=6)), group(branch(0.0, replies=5))
+    versions, engine = offered(few, others)
+    assert versions.rollout_error is None and versions.wants_reading and len(engine.asked) == 2
+    versions, engine = offered(few, others, others, others)
+    assert len(engine.asked) == 3 and versions.rollout_error == pytest.approx(0.9 * 6 / 16, abs=1e-6)
+    assert not versions.wants_reading
+
+
+def test_an_engine_has_room_for_one_token_more() -> None:
+    _, engine = offered(group(branch(prompt=4, replies=60)), seq_len=64)
+    assert [len(ids) for ids in engine.asked] == [63]
 
 
 def test_groups_of_another_version_and_failed_rollouts_are_passed_over() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
-from stretto.base.errors import DataError, EngineError
+from stretto.base.errors import EngineError
 from stretto.config.sections.model import ModelSection, ScratchSection, ScratchVisionSection
 from stretto.config.sections.trainer import AdamWOptim, ConstantScheduler
 from stretto.families.table import FAMILIES, VISION_FAMILIES
@@ -30,7 +32,8 @@ from stretto.trainer.learner import Learner
 from stretto.trainer.network import scaled
 from stretto.trainer.publish.canary import fixed_tokens, is_canary_due, score_canary
 from stretto.transports.engine.proof import CanaryScores
-from stretto.transports.weights.sums import GroupSums, check_sums
+from stretto.transports.engine.updates import Updated
+from stretto.transports.weights.sums import GroupSums, compare_sums
 
 
 def scored(prompt: np.ndarray, gap: float = 0.0) -> CanaryScores:
@@ -40,11 +43,10 @@ def scored(prompt: np.ndarray, gap: float = 0.0) -> CanaryScores:
 class Engines:
     """Two engines that score with an error of their own."""
 
-    num_compared: int | None = 4
-
     def __init__(self, canary: Canary, *errors: float) -> None:
         self.logprobs = np.array(canary.logprobs, np.float32)
         self.errors = errors
+        self.updated = {"http://engine-0": Updated(0.0, 4), "http://engine-1": Updated(0.0, 9)}
 
     async def update_weights(self, manifest: WeightManifest) -> None:
         pass
@@ -99,6 +101,13 @@ def test_engines_that_agree_are_let_pass_and_the_error_is_known():
     assert log.loaded == (0,) and policy.canary_error == pytest.approx(2e-6, rel=0.2)
     assert policy.canary_tolerance == 1e-3
     assert (policy.num_checked, policy.num_compared) == (1, 4)
+
+
+def test_one_engine_that_holds_other_bits_stops_the_run_and_names_the_layer():
+    engines = Engines(CANARY, 0.0, 0.0)
+    engines.updated = {**engines.updated, "http://engine-1": Updated(0.0, 4, ("model.layers.3",))}
+    with pytest.raises(EngineError, match=r"engine-1 has loaded version 0, .* in 1 of 4 groups .*: model\.layers\.3$"):
+        load(engines, TIED)
 
 
 def test_one_engine_that_does_not_agree_stops_the_run_and_names_the_tensors():
@@ -269,7 +278,7 @@ def test_an_engine_that_samples_with_other_weights_than_it_reads_with_is_found()
 class Stale:
     """An engine that loads what it is sent into a real model, but for tensors of which it keeps a copy."""
 
-    num_compared = 0
+    updated: Mapping[str, Updated] = MappingProxyType({})
 
     def __init__(self, seed: int, kept: str) -> None:
         self.model, self.kept = random_model(ScratchSection(seed=seed), 112, eos_token_id=2), kept
@@ -359,8 +368,8 @@ def test_an_engine_of_every_family_holds_the_bits_that_were_published(family: st
     )
     engine = random_model(section, 112, eos_token_id=2, image_token_id=5).to(kept)
     load_tensors(engine, sent)
-    assert check_sums(told, export_tensors(engine)) == len(sums.by_group) >= 4
+    num_compared, differing = compare_sums(told, export_tensors(engine))
+    assert num_compared == len(sums.by_group) >= 4 and not differing
     with torch.no_grad():
         list(engine.parameters())[-1].view(-1)[0] += 1
-    with pytest.raises(DataError, match="in 1 of"):
-        check_sums(told, export_tensors(engine))
+    assert len(compare_sums(told, export_tensors(engine))[1]) == 1

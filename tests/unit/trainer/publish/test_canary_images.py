@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -21,12 +23,13 @@ from stretto.records.weight_manifest import Canary, CanaryImage, TensorEntry, We
 from stretto.trainer.learner import Learner
 from stretto.trainer.publish.canary import score_canary
 from stretto.transports.engine.proof import CanaryScores
+from stretto.transports.engine.updates import Updated
 
 
 class CoreEngine:
     """One embedded engine, as the orchestrator asks it."""
 
-    num_compared = 0
+    updated: Mapping[str, Updated] = MappingProxyType({})
 
     def __init__(self, model: Decoder) -> None:
         self.core = EngineCore(model, CoreSettings(kv_cache_tokens=1024, max_num_seqs=4))
