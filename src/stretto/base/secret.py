@@ -7,6 +7,7 @@ each wire uses a key derived from it for one purpose, and no key reveals another
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -84,22 +85,37 @@ def _from_environment() -> Secret | None:
 
 
 def _make(path: Path) -> None:
-    """Write a new secret unless there is one; if several processes call it, one of them writes."""
+    """Write a new secret unless there is one; if several processes call it, one of them writes.
+
+    It is there as a whole or not at all, also if this process is killed meanwhile.
+    """
+    if path.exists():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{secrets.randbelow(10**12)}")  # several threads may write
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        _write(part)
+        os.link(part, path)  # a rename would replace what another process has written
     except FileExistsError:
         return
-    with os.fdopen(fd, "w") as file:
+    except OSError:  # a file system without links
+        with contextlib.suppress(FileExistsError):
+            _write(path)
+    finally:
+        part.unlink(missing_ok=True)
+    flush(path.parent)
+
+
+def _write(path: Path) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32) + "\n")
         file.flush()
-        os.fsync(fd)
-    flush(path.parent)
+        os.fsync(file.fileno())
 
 
 def _read(path: Path) -> Secret:
     deadline = time.monotonic() + _WRITTEN_WITHIN_S
-    while not (text := path.read_text()).endswith("\n"):  # created, but not yet written
+    while not (text := path.read_text()).endswith("\n"):  # without links: created, but not yet written
         if time.monotonic() > deadline:
             raise ConfigError(f"{path} is incomplete; delete it while no process of the run is running.")
         time.sleep(_POLL_S)

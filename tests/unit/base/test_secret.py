@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
 import threading
 from pathlib import Path
@@ -38,6 +40,33 @@ def test_processes_that_start_together_get_one_secret_which_only_the_user_can_re
         thread.join()
     assert len(found) == 20 and len(set(found)) == 1
     assert stat.S_IMODE(run.secret.stat().st_mode) == 0o600
+
+
+def test_a_secret_that_was_being_written_when_its_process_was_killed_is_written_anew(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(_: int) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", die)
+        patch.setattr(Path, "unlink", lambda *_, **__: None)  # nothing is tidied up after a kill
+        with pytest.raises(Killed):
+            load_secret(run)
+    assert not run.secret.exists() and len(list(run.path.iterdir())) == 1
+    assert load_secret(run).text_key("x") == load_secret(run).text_key("x")
+
+
+def test_a_file_system_without_links_keeps_a_secret_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert load_secret(run).text_key("x") == load_secret(run).text_key("x")
+    assert [each.name for each in run.path.iterdir()] == [run.secret.name]
 
 
 def test_every_purpose_has_its_own_key_and_no_key_tells_the_secret(run: RunDir) -> None:
