@@ -175,7 +175,7 @@ class RunSection(Section):
     """The run directory is <output_dir>/<run.name>."""
 
     name: str | None = None
-    """Name of the run; None: <environment>-<model>."""
+    """Name of the run; None: <environment>-<model> of `rl`, sft-<model>, eval-<model>, rl-<model> of one process."""
 
 
 class ResumeSection(Section):
