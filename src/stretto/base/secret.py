@@ -7,7 +7,6 @@ each wire uses a key derived from it for one purpose, and no key reveals another
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
@@ -95,15 +94,25 @@ def _make(path: Path) -> None:
     part = path.with_name(f".{path.name}.{secrets.randbelow(10**12)}")  # several threads may write
     try:
         _write(part)
-        os.link(part, path)  # a rename would replace what another process has written
+        _link(part, path)
     except FileExistsError:
         return
-    except OSError:  # a file system without links
-        with contextlib.suppress(FileExistsError):
-            _write(path)
     finally:
         part.unlink(missing_ok=True)
     flush(path.parent)
+
+
+def _link(part: Path, path: Path) -> None:
+    """Give a finished file its name; a rename would replace what another process has written.
+
+    Raises: FileExistsError if another process has.
+    """
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        _write(path)
 
 
 def _write(path: Path) -> None:

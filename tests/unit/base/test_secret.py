@@ -60,6 +60,18 @@ def test_a_secret_that_was_being_written_when_its_process_was_killed_is_written_
     assert load_secret(run).text_key("x") == load_secret(run).text_key("x")
 
 
+def test_a_full_disk_leaves_no_part_of_a_secret(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fill)
+        with pytest.raises(OSError, match="No space left"):
+            load_secret(run)
+    assert list(run.path.iterdir()) == []
+    assert load_secret(run).text_key("x") == load_secret(run).text_key("x")
+
+
 def test_a_file_system_without_links_keeps_a_secret_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")

@@ -116,7 +116,7 @@ def test_tied_matrices_are_left_out_and_missing_tensors_differ() -> None:
 def test_an_engine_with_other_bits_is_named_with_the_first_groups() -> None:
     Updated(0.0, 7).check("http://e", 3)
     with pytest.raises(
-        EngineError, match=r"http://e has loaded version 3, .* in 5 of 7 groups of tensors: a, b, c, d \.\.\.$"
+        EngineError, match=r"http://e has loaded version 3, .* in 5 of 7 groups of tensors: a, b, c, d \.\.\.\. The"
     ):
         Updated(0.0, 7, tuple("abcde")).check("http://e", 3)
     assert decode_updated(encode_updated("3", Updated(0.5, 7, ("a",)))) == Updated(0.5, 7, ("a",))

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_TOKENS = 512
 """Tokens of a rollout that are read, from its first one: vLLM holds the logits of all of them at once."""
 MIN_SAMPLED = 16
-"""Sampled tokens that are compared: rounding to 16 bits moves one in a few hundred by more than the bound of a mean."""
+"""Sampled tokens that are compared: rounding to 16 bits may move a single one by more than the bound of their mean."""
 
 
 @dataclass(frozen=True)

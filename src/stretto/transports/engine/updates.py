@@ -91,7 +91,8 @@ class Updated(msgspec.Struct, frozen=True):
             named = ", ".join(self.differing[:_NAMED]) + (" ..." if len(self.differing) > _NAMED else "")
             raise EngineError(
                 f"{url} has loaded version {version}, and what it holds differs from what the trainer has published in "
-                f"{len(self.differing)} of {self.num_compared} groups of tensors: {named}"
+                f"{len(self.differing)} of {self.num_compared} groups of tensors: {named}. The bytes came as they were "
+                "sent: what loads or keeps these tensors is at fault; report it, with the model's family and dtype."
             )
 
 

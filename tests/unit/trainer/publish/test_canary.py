@@ -106,7 +106,9 @@ def test_engines_that_agree_are_let_pass_and_the_error_is_known():
 def test_one_engine_that_holds_other_bits_stops_the_run_and_names_the_layer():
     engines = Engines(CANARY, 0.0, 0.0)
     engines.updated = {**engines.updated, "http://engine-1": Updated(0.0, 4, ("model.layers.3",))}
-    with pytest.raises(EngineError, match=r"engine-1 has loaded version 0, .* in 1 of 4 groups .*: model\.layers\.3$"):
+    with pytest.raises(
+        EngineError, match=r"engine-1 has loaded version 0, .* in 1 of 4 groups .*: model\.layers\.3\. The"
+    ):
         load(engines, TIED)
 
 
